@@ -101,7 +101,7 @@ def ways(rows: int) -> dict[str, Way]:
         "optax.MultiSteps": multi_steps,
         "accumulate": ours(rows),
         "accumulate, clip=1.0": ours(rows, clip=1.0),
-        "accumulate, measure=False": ours(rows, reject=None, measure=False),
+        "accumulate, compute_norms=False": ours(rows, reject_rule=None, compute_norms=False),
     }
 
 

@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, Any] = {
     "clipping": 0.01,
     "labels": lambda path, leaf: "matrix" if jnp.ndim(leaf) == 2 else "vector",
     "c": 1.0,
-    "limit": 1e3,
+    "threshold": 1e3,
 }
 """What required arguments are, by their names."""
 

@@ -24,16 +24,16 @@ MAKERS = {
 BF16, F16, F32 = jnp.bfloat16, np.float16, np.float32
 
 
-def clip(way, tree, limit):
+def clip(way, tree, threshold):
     """The clipped tree and the norm as each library measures it."""
 
-    def run(tree, limit):
-        tx = MAKERS[way](limit)
+    def run(tree, threshold):
+        tx = MAKERS[way](threshold)
         clipped, state = tx.update(tree, tx.init(tree))
         is_ours = hasattr(state, "info")
         return clipped, state.info.norm if is_ours else optax.tree.norm(tree)
 
-    return (run if way == "Optax, eager" else jax.jit(run))(tree, limit)
+    return (run if way == "Optax, eager" else jax.jit(run))(tree, threshold)
 
 
 def true_norm(tree):
@@ -66,11 +66,11 @@ def norms_and_results():
         true = true_norm(tree)
         results = [clip(way, tree, 1.0) for way in MAKERS]
         row(f"{name}: error of the norm", [f"{float(n) / true - 1:.1e}" for _, n in results])
-        row(f"{name}: result, limit 1", [f"{true_norm(tree):.7g}" for tree, _ in results])
+        row(f"{name}: result, threshold 1", [f"{true_norm(tree):.7g}" for tree, _ in results])
 
 
 def many_trees(dtype, decades, count=1000):
-    """Of 1000 random trees, how many are above their limit, and the worst error of an entry."""
+    """Of 1000 random trees, how many are above their threshold, and the worst error of an entry."""
     rng = np.random.default_rng(0)
     scale = 10 ** rng.uniform(*decades, count)
     tree = [
@@ -83,25 +83,25 @@ def many_trees(dtype, decades, count=1000):
         flat = [np.asarray(x, np.float64).reshape(count, -1) for x in stacked]
         return np.linalg.norm(np.hstack(flat), axis=1)
 
-    # Limits with as many digits as the leaves have.
+    # Thresholds with as many digits as the leaves have.
     share = rng.uniform(0.1, 0.9, count)
-    limits = (norms(tree) * share).astype(dtype)
+    thresholds = (norms(tree) * share).astype(dtype)
 
-    factors = limits.astype(np.float64) / norms(tree)
+    factors = thresholds.astype(np.float64) / norms(tree)
 
     def excess_and_error(way):
-        def one(tree_and_limit):
-            tx = MAKERS[way](tree_and_limit[1])
-            return tx.update(tree_and_limit[0], tx.init(tree_and_limit[0]))[0]
+        def one(tree_and_threshold):
+            tx = MAKERS[way](tree_and_threshold[1])
+            return tx.update(tree_and_threshold[0], tx.init(tree_and_threshold[0]))[0]
 
         clip_all = functools.partial(lax.map, one)
         if way == "Optax, eager":
             trees = ([x[i] for x in tree] for i in range(count))
-            results = [one(pair) for pair in zip(trees, jnp.asarray(limits), strict=True)]
+            results = [one(pair) for pair in zip(trees, jnp.asarray(thresholds), strict=True)]
             clipped = [np.stack(leaves) for leaves in zip(*results, strict=True)]
         else:
-            clipped = jax.jit(clip_all)((tree, jnp.asarray(limits)))
-        over = norms(clipped) / limits.astype(np.float64) - 1
+            clipped = jax.jit(clip_all)((tree, jnp.asarray(thresholds)))
+        over = norms(clipped) / thresholds.astype(np.float64) - 1
         exact = [np.asarray(x, np.float64).T * factors for x in tree]
         pairs = zip(clipped, exact, strict=True)
         errors = [np.max(np.abs(np.asarray(x, np.float64).T / y - 1)) for x, y in pairs]
@@ -109,38 +109,38 @@ def many_trees(dtype, decades, count=1000):
 
     above, errors = zip(*map(excess_and_error, MAKERS), strict=True)
     name = np.dtype(dtype).name
-    row(f"{name}: of 1000 trees above the limit", above)
+    row(f"{name}: of 1000 trees above the threshold", above)
     row(f"{name}: worst error of an entry in them", errors)
 
 
 def single_trees():
     """Small trees at the ends of the number formats."""
-    for name, dtype, entries, limit in (
-        ("float16 300 x 4, limit 1", F16, [300] * 4, 1.0),
-        ("float16 300 x 4, limit 1000", F16, [300] * 4, 1000.0),
-        ("float16 60000 x 4, limit 60000", F16, [60000] * 4, 60000.0),
-        ("float16 1e-4 x 4, limit 1e-5", F16, [1e-4] * 4, 1e-5),
-        ("bfloat16 1e20 x 4, limit 1", BF16, [1e20] * 4, 1.0),
-        ("float32 1e20 x 4, limit 1", F32, [1e20] * 4, 1.0),
-        ("float32 1e-25 x 4, limit 1e-26", F32, [1e-25] * 4, 1e-26),
-        ("float32 3 4, limit 5", F32, [3, 4], 5.0),
-        ("float32 0 0, limit 0", F32, [0, 0], 0.0),
-        ("float32 3 4, limit -1 (traced)", F32, [3, 4], -1.0),
-        ("float32 inf 1, limit 1", F32, [np.inf, 1], 1.0),
-        ("float32 nan 1, limit 1", F32, [np.nan, 1], 1.0),
+    for name, dtype, entries, threshold in (
+        ("float16 300 x 4, threshold 1", F16, [300] * 4, 1.0),
+        ("float16 300 x 4, threshold 1000", F16, [300] * 4, 1000.0),
+        ("float16 60000 x 4, threshold 60000", F16, [60000] * 4, 60000.0),
+        ("float16 1e-4 x 4, threshold 1e-5", F16, [1e-4] * 4, 1e-5),
+        ("bfloat16 1e20 x 4, threshold 1", BF16, [1e20] * 4, 1.0),
+        ("float32 1e20 x 4, threshold 1", F32, [1e20] * 4, 1.0),
+        ("float32 1e-25 x 4, threshold 1e-26", F32, [1e-25] * 4, 1e-26),
+        ("float32 3 4, threshold 5", F32, [3, 4], 5.0),
+        ("float32 0 0, threshold 0", F32, [0, 0], 0.0),
+        ("float32 3 4, threshold -1 (traced)", F32, [3, 4], -1.0),
+        ("float32 inf 1, threshold 1", F32, [np.inf, 1], 1.0),
+        ("float32 nan 1, threshold 1", F32, [np.nan, 1], 1.0),
     ):
         tree = [jnp.asarray(np.array(entries, np.float64).astype(dtype))]
-        row(name, [brief(clip(way, tree, limit)[0][0]) for way in MAKERS])
+        row(name, [brief(clip(way, tree, threshold)[0][0]) for way in MAKERS])
 
 
 def meta_gradients():
     """Derivatives through the clip, with respect to the gradients."""
-    for name, entries in (("zeros", [0.0, 0.0]), ("norm == limit", [0.6, 0.8])):
+    for name, entries in (("zeros", [0.0, 0.0]), ("norm == threshold", [0.6, 0.8])):
 
         def derivative(way, entries=entries):
             return jax.grad(lambda x: clip(way, [x], 1.0)[0][0].sum())(jnp.asarray(entries))
 
-        row(f"derivative at {name}, limit 1", [brief(derivative(way)) for way in MAKERS])
+        row(f"derivative at {name}, threshold 1", [brief(derivative(way)) for way in MAKERS])
 
 
 def clipping_twice(count=1000):

@@ -37,7 +37,7 @@ from benchmarks.table_file import TableFile, device_name, time_left, versions
 from benchmarks.times.timing import race, ratio, usual_clock
 from optaxclip import per_example
 
-LIMIT = 1.0
+THRESHOLD = 1.0
 LARGEST, LARGEST_OF_ACCELERATORS = 2**31, 2**35
 """Ways that would take more temporary bytes than that are not run."""
 SIZE = 8
@@ -78,7 +78,7 @@ def plain_in_microbatches(model: Model, size: int) -> Way:
 
 def ours(model: Model, method: str, size: int | None) -> Way:
     """Our `clipped_grad`."""
-    clipped = per_example.clipped_grad(model.loss, LIMIT, method=method, microbatch_size=size)
+    clipped = per_example.clipped_grad(model.loss, THRESHOLD, method=method, microbatch_size=size)
     return lambda *args: clipped(*args).grads
 
 
@@ -88,7 +88,7 @@ def with_optax(model: Model) -> Way:
     def run(params: Any, *batch: Any) -> Any:
         grads = jax.vmap(jax.grad(model.loss), (None, *[0] * len(batch)))(params, *batch)
         leaves, structure = jax.tree.flatten(grads)
-        return structure.unflatten(optax.per_example_global_norm_clip(leaves, LIMIT)[0])
+        return structure.unflatten(optax.per_example_global_norm_clip(leaves, THRESHOLD)[0])
 
     return run
 
@@ -99,7 +99,7 @@ def with_jax_privacy(model: Model, size: int | None) -> Way:
 
     return clipping.clipped_grad(
         model.loss,
-        l2_clip_norm=LIMIT,
+        l2_clip_norm=THRESHOLD,
         batch_argnums=tuple(range(1, 1 + len(model.batch))),
         keep_batch_dim=False,
         microbatch_size=size,
@@ -283,7 +283,7 @@ def main(arguments: list[str] | None = None) -> None:
     dtype = jnp.dtype(options.dtype or ("bfloat16" if is_large else "float32"))
     names = options.models or (LARGE if is_large else MODELS)
     chosen = {name: (MODELS | LARGE)[name](dtype) for name in names}
-    print(f"JAX {jax.__version__}, Optax {optax.__version__}, {dtype.name}, limit {LIMIT}")
+    print(f"JAX {jax.__version__}, Optax {optax.__version__}, {dtype.name}, threshold {THRESHOLD}")
     if options.device:
         print("| device | model | way | bytes | memory | kernels | trace and compile, s |")
         print("|---" * 7 + "|")

@@ -135,7 +135,7 @@ class Wrong(NamedTuple):
     Attributes:
       stepped: of runs that were found to be stepped.
       drifting: of runs that were found to be drifting.
-      no_constant: of runs with another verdict than a constant limit.
+      no_constant: of runs with another verdict than a constant threshold.
       for_spikes: of ordinary norms that were taken for spikes.
       missed: of spikes that were planted, in a hundredth of the norms, and not found.
     """
@@ -150,7 +150,7 @@ class Wrong(NamedTuple):
 def verdict(norms: Floats) -> str:
     """What `suggest` says, without the rules that it tries."""
     shape = spread.shape_of(np.log(norms))
-    return doubts.judged_limit(norms, shape, math.exp(shape.limit)).verdict
+    return doubts.judged_threshold(norms, shape, math.exp(shape.threshold)).verdict
 
 
 def without_trend(draw: Logs, n: int, seeds: Sequence[int]) -> Wrong:
@@ -199,7 +199,7 @@ def print_tables(families: Mapping[str, Logs], first: int, runs: int) -> None:
     def seeds(n: int) -> range:
         return range(first, first + max(10, min(runs, runs * 3000 // n)))
 
-    print("no trend: % stepped + % drifting, % without a constant limit;")
+    print("no trend: % stepped + % drifting, % without a constant threshold;")
     print("ordinary norms of 300 that are taken for spikes, % of spikes missed")
     print(f"{'':26}" + "".join(f"{n:>25,}" for n in LENGTHS))
     for name, draw in families.items():
@@ -267,19 +267,19 @@ def of_transformer(rate: float, steps: int = 1000) -> Floats:
 def print_real() -> None:
     """What is suggested for real norms and for every second one of them, which must be the same.
 
-    Last comes how far a limit is from that of all norms.
+    Last comes how far a threshold is from that of all norms.
     """
     for name, norms in trainings():
-        limit = None
+        threshold = None
         for kept, what in ((norms, "all"), (norms[::2], "even"), (norms[1::2], "odd")):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 found = tuning.suggest(kept)
-            limit = found.limit if limit is None else limit
+            threshold = found.threshold if threshold is None else threshold
             print(
-                f"{name:26} {what:5} {found.verdict:9} limit {found.limit:<9.4g} {found.regime:11}"
+                f"{name:26} {what:5} {found.verdict:9} threshold {found.threshold:<9.4g} {found.regime:11}"
                 f" warm-up {found.warmup_steps:4} of {len(kept)}, {len(found.spikes)} spikes,"
-                f" clips {found.share_clipped:.1%}, {found.limit / limit - 1:+.1%}"
+                f" clips {found.share_clipped:.1%}, {found.threshold / threshold - 1:+.1%}"
             )
 
 

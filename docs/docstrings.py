@@ -8,7 +8,7 @@ from typing import Any
 
 import griffe
 
-from optaxclip._base.docstrings import completed, sections_of
+from optaxclip._base.docstrings import add_default_sections, parse_sections
 
 OPTIONS = "\n  **options: "
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):$", re.MULTILINE)
@@ -31,9 +31,9 @@ class Docstrings(griffe.Extension):
             text = obj.docstring.value
             is_public = obj.is_function and not obj.name.startswith("_")
             if is_public and obj.parent and obj.parent.is_module:
-                _, found = sections_of(inspect.getdoc(_live(obj)))
+                _, found = parse_sections(inspect.getdoc(_live(obj)))
                 shared = {x: found[x] for x in ("Returns", "Raises") if x in found}
-                text = completed(text, shared)
+                text = add_default_sections(text, shared)
             obj.docstring.value = as_markdown(text)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
@@ -42,7 +42,7 @@ class Docstrings(griffe.Extension):
         while modules:
             members = [
                 found
-                for found in modules.pop().members.values()
+                for found in modules.pop().leaf_indices.values()
                 if not found.is_alias
             ]
             modules += [found for found in members if found.is_module]

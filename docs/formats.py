@@ -145,8 +145,8 @@ def draw(path: Path, dpi: int) -> None:
         run = train(way, text)
         first = first or run
         rows = monitor.histograms(run.state).values()
-        zeros = sum(x.zeros for x in rows) / sum(
-            x.zeros + x.counts.sum() for x in rows
+        zeros = sum(x.num_zero for x in rows) / sum(
+            x.num_zero + x.counts.sum() for x in rows
         )
         cells = [f"{run.loss:.2f}", f"{100 * zeros:.1f} %"]
         if way.is_scaled:
@@ -157,9 +157,9 @@ def draw(path: Path, dpi: int) -> None:
             cells += [f"{scale:g}", f"{skipped:g}"]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     assert first is not None
-    print(monitor.format_fit(first.state, FORMATS[0]))
+    print(monitor.dtype_fit(first.state, FORMATS[0]))
     figure = Figure(figsize=(5.6, 7.4), layout="constrained")
-    ax = plots.entry_histogram(
+    ax = plots.element_histogram(
         monitor.histograms(first.state), dtypes=FORMATS, ax=figure.subplots()
     )
     legend_below(ax)

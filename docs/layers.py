@@ -16,7 +16,7 @@ from examples.demo import SYMBOLS, encode
 from optaxclip import monitor, plots, scopes
 
 CONTEXT, WIDTH, HIDDEN, BLOCKS = 12, 32, 128, 6
-SIZE, STEPS, LEARNING_RATE, LIMIT = 128, 600, 0.03, 1.0
+SIZE, STEPS, LEARNING_RATE, THRESHOLD = 128, 600, 0.03, 1.0
 WRONG, BEGIN, NOISE = 3, 200, 20.0
 """From step `BEGIN` on the gradients of block `WRONG` have noise of `NOISE` times their size."""
 STACKED = ("up", "down")
@@ -87,7 +87,7 @@ def train(text: Array, seed: int, *, wrong: bool) -> tuple[np.ndarray, Any]:
             scope=scopes.leaf(stacked=lambda path, _: int(path in STACKED)),
             stats=("norm", "share", "ratio"),
         ),
-        optaxclip.clip_by_global_norm(LIMIT),
+        optaxclip.clip_by_global_norm(THRESHOLD),
         optax.sgd(LEARNING_RATE, 0.9),
     )
     starts = np.random.default_rng(seed).integers(
@@ -145,7 +145,7 @@ def _draw_log(path: Path, runs: dict[str, tuple[np.ndarray, Any]], dpi: int) -> 
         name: np.linalg.norm(monitor.history(state, stat="norm"), axis=1)
         for name, (_, state) in runs.items()
     }
-    plots.norm_curves(norms, limit=LIMIT, ax=lower)
+    plots.norm_curves(norms, threshold=THRESHOLD, ax=lower)
     upper.set_xlabel("")
     handles = lower.get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)

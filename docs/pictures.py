@@ -35,7 +35,7 @@ from optaxclip.plots.style import legend_below
 DOCS = Path(__file__).parent
 STEPS, SEED = 600, 0
 SWEEP_STEPS = 200
-LIMITS = np.geomspace(0.03, 1000.0, 10)
+THRESHOLDS = np.geomspace(0.03, 1000.0, 10)
 # In points and inches: on a phone, where a picture has 350 pixels, letters have 11. Two axes beside
 # each other would have no room for that.
 LETTERS, WIDTH = {"font.size": 13}, 5.6
@@ -60,27 +60,31 @@ def draw_demo(corpus: demo.Corpus) -> np.ndarray:
 
 
 def sweep(corpus: demo.Corpus) -> tuning.SweepResult:
-    """Trains the demo's network with each limit."""
+    """Trains the demo's network with each threshold."""
     text, sgd = jax.numpy.asarray(corpus.train), demo.sgd(SWEEP_STEPS)
 
     def init_fn(key: Array) -> Any:
         params = demo.initial_params(key)
         return params, sgd.init(params)
 
-    def step_fn(state: Any, starts: Array, limit: Array) -> tuple[Any, Array, Array]:
+    def step_fn(
+        state: Any, starts: Array, threshold: Array
+    ) -> tuple[Any, Array, Array]:
         params, opt_state = state
         batch = demo.windows(text, starts)
         loss, grads = jax.value_and_grad(demo.loss_fn)(params, batch)
-        grads, norm = optaxclip.ops.clip_by_global_norm(grads, limit)
+        grads, norm = optaxclip.ops.clip_by_global_norm(grads, threshold)
         updates, opt_state = sgd.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss, norm
 
     starts = demo.batch_starts(corpus, SWEEP_STEPS, SEED)
     key = jax.random.key(SEED)
-    return tuning.sweep(init_fn, step_fn, LIMITS, SWEEP_STEPS, key=key, data=starts)
+    return tuning.sweep(
+        init_fn, step_fn, THRESHOLDS, SWEEP_STEPS, key=key, data=starts
+    )
 
 
-def draw_limits(norms: np.ndarray, result: tuning.SweepResult) -> None:
+def draw_thresholds(norms: np.ndarray, result: tuning.SweepResult) -> None:
     """Draws the recorded norms over the steps, their histogram, and the sweep's curve."""
     suggestion = tuning.suggest(norms)
     print(suggestion)
@@ -106,7 +110,7 @@ def main() -> None:
         formats.draw(DOCS / "numbers.png", DPI)
     corpus = demo.encode(text)
     norms = draw_demo(corpus)
-    draw_limits(norms, sweep(corpus))
+    draw_thresholds(norms, sweep(corpus))
 
 
 if __name__ == "__main__":

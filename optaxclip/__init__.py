@@ -20,14 +20,14 @@ from optaxclip import (
     thresholds,
     tuning,
 )
-from optaxclip._base.types import ClipInfo, ClipState, Limits, Threshold
+from optaxclip._base.types import ClipInfo, ClipState, ThresholdRule, Thresholds
 from optaxclip._engine.clip import clip_by, clip_tree
 from optaxclip._engine.options import (
     ClipOptions,
     NormOptions,
-    PlaceOptions,
-    ScaleOptions,
-    StageOptions,
+    RescaleOptions,
+    ShardingOptions,
+    TransformOptions,
 )
 from optaxclip.methods.adaptive import adagc, clip_by_ema_norm, clip_by_quantile, zclip
 from optaxclip.methods.attention import clip_attention_logits
@@ -59,16 +59,16 @@ __all__ = [
     "ClipOptions",
     "ClipState",
     "Heads",
-    "Limits",
     "LossScaleState",
     "NormOptions",
-    "PlaceOptions",
-    "ScaleOptions",
+    "RescaleOptions",
     "SecondMomentState",
+    "ShardingOptions",
     "SkipState",
     "StableAdamState",
-    "StageOptions",
-    "Threshold",
+    "ThresholdRule",
+    "Thresholds",
+    "TransformOptions",
     "__version__",
     "accumulate",
     "adagc",
@@ -125,10 +125,10 @@ _OTHER_LIBRARIES = {
     # Optax
     "apply_if_finite": "skip_nonfinite(optimizer, max_consecutive)",
     "differentially_private_aggregate": (
-        "per_example_clip_and_aggregate(limit, noise_multiplier, key)"
+        "per_example_clip_and_aggregate(threshold, noise_multiplier, key)"
     ),
     "normalize_by_update_norm": "normalize_by_global_norm(norm)",
-    "skip_large_updates": "skip_above(optimizer, limit)",
+    "skip_large_updates": "skip_above(optimizer, threshold)",
     "skip_not_finite": "skip_nonfinite(optimizer)",
     "zero_nans": "clip_by_global_norm(max_norm, nonfinite='mask')",
 }

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from optaxclip import __version__
-from optaxclip._base.extras import remedy
+from optaxclip._base.extras import install_command
 from optaxclip.commands import suggest
 
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(2, parser.format_help())
     try:
         if missing := [package for package in suggest.NEEDS if find_spec(package) is None]:
-            needs = f"needs {', '.join(missing)}: {remedy(suggest.EXTRA)}"
+            needs = f"needs {', '.join(missing)}: {install_command(suggest.EXTRA)}"
             raise argparse.ArgumentError(None, needs)
         code = suggest.run(args)
         sys.stdout.flush()

@@ -22,16 +22,16 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import checkify
 
-from optaxclip._base.arguments import checked_choice
+from optaxclip._base.arguments import check_choice
 from optaxclip._base.types import NonFinite
 
 
-def as_policy(policy: str) -> NonFinite:
+def check_policy(policy: str) -> NonFinite:
     """`policy`, checked to be one of the policies."""
-    return checked_choice(policy, get_args(NonFinite), "nonfinite")
+    return check_choice(policy, get_args(NonFinite), "nonfinite")
 
 
-def check(bad: Array, name: str, leaves: list[str]) -> None:
+def checkify_finite(bad: Array, name: str, leaves: list[str]) -> None:
     """Reports a group that is not finite to `checkify`.
 
     Args:

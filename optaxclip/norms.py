@@ -26,22 +26,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optaxclip._base.arguments import asks, near_miss, refuse_uncalled, short
+from optaxclip._base.arguments import check_called, did_you_mean, short_repr, validate_call
 from optaxclip._base.numerics import is_real, safe_sqrt
 
 
-def _abs_squared(x: Array) -> Array:
+def _abs_square(x: Array) -> Array:
     if jnp.iscomplexobj(x):
         return jnp.square(x.real) + jnp.square(x.imag)
     return lax.square(x)
 
 
-def _total(total: Array, count: Array) -> Array:
+def _identity(total: Array, count: Array) -> Array:
     del count
     return total
 
 
-def _divided(total: Array, count: Any) -> Array:
+def _divide_no_nan(total: Array, count: Any) -> Array:
     # Not a division in float64: `checkify.float_checks` compares the divisor with 0, and JAX 0.10.2
     # then warns of float64 if 64-bit types are not enabled.
     if total.dtype == jnp.float64 and isinstance(count, (np.ndarray, np.generic)):
@@ -50,7 +50,7 @@ def _divided(total: Array, count: Any) -> Array:
 
 
 def _mean(total: Array, count: Array) -> Array:
-    return _divided(total, count)
+    return _divide_no_nan(total, count)
 
 
 def _root(total: Array, count: Array) -> Array:
@@ -59,11 +59,11 @@ def _root(total: Array, count: Array) -> Array:
 
 
 def _root_mean(total: Array, count: Array) -> Array:
-    return safe_sqrt(_divided(total, count))
+    return safe_sqrt(_divide_no_nan(total, count))
 
 
 def _root_over_count(total: Array, count: Array) -> Array:
-    return _divided(safe_sqrt(total), count)
+    return _divide_no_nan(safe_sqrt(total), count)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -81,7 +81,7 @@ class Norm:
 
     name: str
     map: Callable[[Array], Array]
-    finish: Callable[[Array, Array], Array]
+    finalize: Callable[[Array, Array], Array]
     is_max: bool = False
     degree: float = 1
 
@@ -89,22 +89,22 @@ class Norm:
         return f"Norm({self.name!r})"
 
 
-l1: Norm = Norm("l1", jnp.abs, _total)
-l2: Norm = Norm("l2", _abs_squared, _root, degree=2)
-linf: Norm = Norm("linf", jnp.abs, _total, is_max=True)
-rms: Norm = Norm("rms", _abs_squared, _root_mean, degree=2)
+l1: Norm = Norm("l1", jnp.abs, _identity)
+l2: Norm = Norm("l2", _abs_square, _root, degree=2)
+linf: Norm = Norm("linf", jnp.abs, _identity, is_max=True)
+rms: Norm = Norm("rms", _abs_square, _root_mean, degree=2)
 mean_abs: Norm = Norm("mean_abs", jnp.abs, _mean)
-average_l2: Norm = Norm("average_l2", _abs_squared, _root_over_count, degree=2)
+average_l2: Norm = Norm("average_l2", _abs_square, _root_over_count, degree=2)
 
-_NAMED = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2)}
+_BY_NAME = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2)}
 
 
-@asks()
+@validate_call()
 def lp(p: float) -> Norm:
     """The p-norm, `sum(abs(x)**p)**(1/p)`.
 
     Powers lose digits, so a `strict` clip leaves more room for rounding. If `p` is not 1, 2 or
-    infinity, its results are below the limit by up to `1 + (1 + log2(n) / 4) / p` millionths for
+    infinity, its results are below the threshold by up to `1 + (1 + log2(n) / 4) / p` millionths for
     `n` entries in float32; with all other norms, by up to 2 millionths.
 
     Args:
@@ -123,7 +123,7 @@ def lp(p: float) -> Norm:
     if isinstance(p, Array) or not is_real(p) or np.ndim(p):
         raise TypeError(
             "p must be a number of Python or NumPy, such as 3, because a new program is compiled "
-            f"for each value; got {short(p)} of type {type(p).__name__}"
+            f"for each value; got {short_repr(p)} of type {type(p).__name__}"
         )
     if p == math.inf:
         return linf
@@ -160,20 +160,20 @@ def as_norm(norm: str | Norm) -> Norm:
     """
     if isinstance(norm, Norm):
         return norm
-    refuse_uncalled(norm, __name__, "norm", "norms")
-    if isinstance(norm, str) and norm in _NAMED:
-        return _NAMED[norm]
+    check_called(norm, __name__, "norm", "norms")
+    if isinstance(norm, str) and norm in _BY_NAME:
+        return _BY_NAME[norm]
     text = str(float(norm) if is_real(norm) and np.ndim(norm) == 0 else norm).lower()
-    meant = _OF_OTHERS.get(text)
+    meant = _FOREIGN_NAMES.get(text)
     if not isinstance(norm, str):
         instead = f": pass norm={repr(meant) if meant else f'norms.lp({norm!r})'}"
         raise TypeError(
-            f"norm must be a name or an optaxclip.norms.Norm, got {short(norm)}"
+            f"norm must be a name or an optaxclip.norms.Norm, got {short_repr(norm)}"
             f"{instead * (is_real(norm) and bool(norm > 0))}"
         )
-    hint = f"; did you mean {meant!r}?" if meant else near_miss(text, _NAMED)
-    raise ValueError(f"norm must be one of {sorted(_NAMED)} or norms.lp(p), got {norm!r}{hint}")
+    hint = f"; did you mean {meant!r}?" if meant else did_you_mean(text, _BY_NAME)
+    raise ValueError(f"norm must be one of {sorted(_BY_NAME)} or norms.lp(p), got {norm!r}{hint}")
 
 
-_OF_OTHERS: dict[str, str] = {"1": "l1", "1.0": "l1", "2": "l2", "2.0": "l2", "inf": "linf"}
-_OF_OTHERS |= {"max": "linf", "fro": "l2", "frobenius": "l2", "euclidean": "l2"}
+_FOREIGN_NAMES: dict[str, str] = {"1": "l1", "1.0": "l1", "2": "l2", "2.0": "l2", "inf": "linf"}
+_FOREIGN_NAMES |= {"max": "linf", "fro": "l2", "frobenius": "l2", "euclidean": "l2"}

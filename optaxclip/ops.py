@@ -21,15 +21,15 @@ from jax.core import Tracer
 import optaxclip._border.devices as devices
 import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import as_axis_names, holds_arrays, short
-from optaxclip._base.trees import data_of, flatten, per_leaf, with_data
-from optaxclip._base.types import ArrayLike, AxisName, ClipInfo, Limits, NonFinite, PyTree
-from optaxclip._border.cotangents import Back, of_one_example, with_cotangent
+from optaxclip._base.arguments import has_float_arrays, normalize_axis_names, short_repr
+from optaxclip._base.trees import broadcast_prefix, flatten, get_stored_values, replace_values
+from optaxclip._base.types import ArrayLike, AxisName, ClipInfo, NonFinite, PyTree, Thresholds
+from optaxclip._border.cotangents import CotangentFn, forbid_vmap, transform_cotangent
 from optaxclip._engine.clip import clip_tree, group_norms
-from optaxclip.nonfinite import as_policy
+from optaxclip.nonfinite import check_policy
 from optaxclip.norms import Norm, average_l2
-from optaxclip.thresholds.checks import checked_limit
-from optaxclip.thresholds.fixed import given
+from optaxclip.thresholds.checks import check_threshold_value
+from optaxclip.thresholds.fixed import fixed
 
 
 def global_norm(
@@ -91,13 +91,13 @@ def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: Array
       [-4.4  2.   4.4]
     """
     _check_order(tree, clip_value_min, clip_value_max)
-    low = elementwise.checked_bound(clip_value_min, "clip_value_min")
-    high = elementwise.checked_bound(clip_value_max, "clip_value_max")
+    low = elementwise.check_bound(clip_value_min, "clip_value_min")
+    high = elementwise.check_bound(clip_value_max, "clip_value_max")
     are_integers = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in (low, high))
-    homes, integers = devices.memories(tree), "measure" if are_integers else "error"
-    flat = flatten(devices.to_device(tree), "tree", integers=integers)
+    homes, integers = devices.memory_spaces(tree), "measure" if are_integers else "error"
+    flat = flatten(devices.put_on_device(tree), "tree", integer_policy=integers)
     clamped = elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
-    return _as_came(devices.moved(clamped, homes), tree)
+    return _restore_types(devices.put_leaves(clamped, homes), tree)
 
 
 def clip_by_norm(
@@ -118,7 +118,7 @@ def clip_by_norm(
       specs: as in `global_norm`.
 
     Returns:
-      A tree of the same structure, shapes, dtypes and weak types. Leaves at or below the limit come
+      A tree of the same structure, shapes, dtypes and weak types. Leaves at or below the threshold come
       back bit for bit, and a leaf whose norm is not finite becomes all NaN.
 
     Raises:
@@ -188,7 +188,7 @@ def clip_by_global_norm(
 
     Returns:
       The tree, of the same structure, shapes, dtypes and weak types, and the norm before clipping,
-      float32[] (float64[] for 64-bit leaves). If the norm is at or below the limit the leaves come
+      float32[] (float64[] for 64-bit leaves). If the norm is at or below the threshold the leaves come
       back bit for bit; if it is not finite all of them are NaN.
 
     Raises:
@@ -235,7 +235,7 @@ def clip_cotangent(
     or name the axes over which parts of an example are split: without it, a `ValueError` says so.
     JAX adds up the cotangents of an `x` that is the same on all devices before they are clipped.
     A cotangent is scaled as its loss is: if the loss is a mean over `n` examples, it is `1 / n` of
-    the example's own. A loss scale multiplies it; multiply the limit by that scale too.
+    the example's own. A loss scale multiplies it; multiply the threshold by that scale too.
 
     In forward mode (`jax.jvp`, `jax.jacfwd`) the function is the identity. Derivatives of a
     gradient, in either mode, are derivatives of the clipped gradient. All this holds inside of
@@ -253,16 +253,16 @@ def clip_cotangent(
         negative and NaN as for `clip_norm`. Infinite entries become the bounds, and NaN stays.
       axes: the axes over which a norm is taken; all axes if None.
       nonfinite: with `clip_norm`, what becomes of a cotangent whose norm is not finite: "nan",
-        "zero", "mask" or "error", as in `optaxclip.StageOptions`.
+        "zero", "mask" or "error", as in `optaxclip.TransformOptions`.
       axis_name: with `clip_norm`, as in `global_norm`.
       specs: with `clip_norm`, as in `global_norm`: a pytree prefix of `x`.
 
     Returns:
       `x`: the same structure, values, shapes, dtypes and weak types. Cotangents keep shape and
-      dtype too; those at or below the limit stay bit for bit.
+      dtype too; those at or below the threshold stay bit for bit.
 
     Raises:
-      TypeError: if a leaf is not an array, or a limit is not a number.
+      TypeError: if a leaf is not an array, or a threshold is not a number.
       ValueError: unless just one of `clip_norm` and `clip_value` is given; if it is not a scalar;
         for a leaf that lacks one of the axes; for an option of `clip_norm` beside `clip_value`; in
         the backward pass under `vmap` inside `shard_map`, without `axis_name=` and `specs=`.
@@ -279,50 +279,61 @@ def clip_cotangent(
     if (clip_norm is None) == (clip_value is None):
         given = "neither" if clip_norm is None else "both"
         raise ValueError(f"pass either clip_norm or clip_value to clip_cotangent, got {given}")
-    options = {"nonfinite": as_policy(nonfinite), "axis_name": as_axis_names(axis_name)}
+    options = {"nonfinite": check_policy(nonfinite), "axis_name": normalize_axis_names(axis_name)}
     flat = flatten(x, "x")
     if clip_norm is not None:
-        limit, scope = _scalar(clip_norm, "clip_norm"), scopes.leaf()
+        threshold, scope = _as_scalar(clip_norm, "clip_norm"), scopes.leaf()
         if axes is not None:
             scope = scopes.axes(axes)
             scope(flat)  # refuses axes that a leaf lacks
-        specs_of = [None] * len(flat.measured) if specs is None else per_leaf(specs, flat, "specs")
+        specs_of = (
+            [None] * len(flat.inexact_indices)
+            if specs is None
+            else broadcast_prefix(specs, flat, "specs")
+        )
         rows = zip(flat.names(), specs_of, strict=True)
         backs = [functools.partial(_clip_leaf, *row, scope=scope, **options) for row in rows]
     else:
-        limit, backs = _scalar(clip_value, "clip_value"), [_clip_entries] * len(flat.measured)
+        threshold, backs = (
+            _as_scalar(clip_value, "clip_value"),
+            [_clip_entries] * len(flat.inexact_indices),
+        )
         options |= {"axes": axes, "specs": specs, "nonfinite": None if nonfinite == "nan" else ""}
         unused = [name for name, value in options.items() if value is not None]
         if unused:
             raise ValueError(f"{', '.join(unused)} can be passed with clip_norm alone")
 
-    def passed(leaf: Any, back: Back) -> Any:
-        return with_data(leaf, with_cotangent(jnp.asarray(data_of(leaf)), back, limit))
+    def clip_leaf(leaf: Any, back: CotangentFn) -> Any:
+        return replace_values(
+            leaf, transform_cotangent(jnp.asarray(get_stored_values(leaf)), back, threshold)
+        )
 
-    return flat.rebuild(list(map(passed, flat.measured_leaves(), backs)))
+    return flat.unflatten(list(map(clip_leaf, flat.inexact_leaves(), backs)))
 
 
-def _clip_leaf(leaf: str, specs: PyTree, cotangent: Array, limit: Array, **options: Any) -> Array:
+def _clip_leaf(
+    leaf: str, specs: PyTree, cotangent: Array, threshold: Array, **options: Any
+) -> Array:
     if specs is None and options["axis_name"] is None:
-        cotangent = of_one_example(cotangent, "clip_cotangent")
+        cotangent = forbid_vmap(cotangent, "clip_cotangent")
     named = {"specs": None if specs is None else {leaf: specs}, "name": "clip_cotangent"}
-    rule = given(Limits(limit, limit))
+    rule = fixed(Thresholds(threshold, threshold))
     return clip_tree({leaf: cotangent}, rule, **named, **options)[0][leaf]
 
 
-def _clip_entries(cotangent: Array, limit: Array) -> Array:
-    return elementwise.clamp(flatten(cotangent, "x"), None, limit, ("clip_value", "clip_value"))
+def _clip_entries(cotangent: Array, threshold: Array) -> Array:
+    return elementwise.clamp(flatten(cotangent, "x"), None, threshold, ("clip_value", "clip_value"))
 
 
 def _clip(tree: PyTree, clip_norm: ArrayLike, **options: Any) -> tuple[PyTree, ClipInfo]:
     _check(tree)
     _check_order(tree, clip_norm)
-    limit = _scalar(clip_norm, "clip_norm")
-    clipped, info = clip_tree(tree, given(Limits(limit, limit)), **options)
-    return _as_came(clipped, tree), info
+    threshold = _as_scalar(clip_norm, "clip_norm")
+    clipped, info = clip_tree(tree, fixed(Thresholds(threshold, threshold)), **options)
+    return _restore_types(clipped, tree), info
 
 
-def _as_came(clipped: PyTree, tree: PyTree) -> PyTree:
+def _restore_types(clipped: PyTree, tree: PyTree) -> PyTree:
     """`clipped`; in a trace, its leaves are asserted to have the shapes and dtypes of `tree`."""
     found, structure = jax.tree.flatten(clipped)
     # Not in eager mode, where this check would take as long as the clip.
@@ -334,17 +345,19 @@ def _as_came(clipped: PyTree, tree: PyTree) -> PyTree:
 
 
 def _check(tree: PyTree) -> None:
-    flatten(tree, "tree", integers="error")
+    flatten(tree, "tree", integer_policy="error")
 
 
-def _check_order(tree: PyTree, *limits: Any) -> None:
-    if isinstance(tree, (int, float)) and any(map(holds_arrays, limits)):
+def _check_order(tree: PyTree, *thresholds: Any) -> None:
+    if isinstance(tree, (int, float)) and any(map(has_float_arrays, thresholds)):
         raise TypeError(
-            f"tree, the first argument, is {short(tree)}, and what comes after it holds arrays: "
-            "pass the gradients first, the limits after them, as in clip_by_global_norm(grads, 1.0)"
+            f"tree, the first argument, is {short_repr(tree)}, and what comes after it holds arrays: "
+            "pass the gradients first, the thresholds after them, as in clip_by_global_norm(grads, 1.0)"
         )
 
 
-def _scalar(value: Any, argument: str) -> Array:
+def _as_scalar(value: Any, argument: str) -> Array:
     """`value` as a scalar array; negative numbers and NaN are allowed."""
-    return jnp.asarray(checked_limit(value, argument, allow_any_number=True, off="math.inf"))
+    return jnp.asarray(
+        check_threshold_value(value, argument, allow_any_number=True, disabled_value="math.inf")
+    )

@@ -1,4 +1,4 @@
-"""Responses: the new norm of a group, from its norm and its limits.
+"""Responses: the new norm of a group, from its norm and its thresholds.
 
 A `Response` is a function from `(norm, trigger, target)`, arrays of one shape, to the new norm. The
 engine multiplies the group by `new / norm`; if the two are equal, the group stays bit for bit.
@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import asks, refuse_uncalled
+from optaxclip._base.arguments import check_called, validate_call
 from optaxclip._base.derivatives import custom_jvp
-from optaxclip._base.numerics import safe_divide
+from optaxclip._base.numerics import divide_no_nan
 
 Response: TypeAlias = Callable[[Array, Array, Array], Array]
 
@@ -56,11 +56,11 @@ def smooth(norm: Array, trigger: Array, target: Array) -> Array:
     # because the square of that quotient cannot overflow.
     is_below = norm <= target
     small, large = jnp.where(is_below, norm, target), jnp.where(is_below, target, norm)
-    ratio = safe_divide(small, jnp.where(jnp.isinf(large), 1, large), 0)
+    ratio = divide_no_nan(small, jnp.where(jnp.isinf(large), 1, large), 0)
     return jnp.where(jnp.isinf(large), small, small / jnp.sqrt(1 + jnp.square(ratio)))
 
 
-@asks()
+@validate_call()
 def auto_s(gamma: float = 0.01) -> Response:
     """Brings norms close to the target, unless they are small compared with `gamma`.
 
@@ -88,7 +88,7 @@ def auto_s(gamma: float = 0.01) -> Response:
       >>> print(info.factor)
       0.25
     """
-    return _AutoS(_number(gamma, 0, _LARGEST, "gamma"))
+    return _AutoS(_check_range(gamma, 0, _MAX_FLOAT32, "gamma"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +101,11 @@ class _AutoS:
         del trigger
         gamma = jnp.asarray(self.gamma).astype(norm.dtype)
         # The quotient is at most 1, so its product with the target cannot overflow.
-        new = target * safe_divide(norm, norm + gamma, 1)
+        new = target * divide_no_nan(norm, norm + gamma, 1)
         return jnp.where(jnp.isinf(target), norm, new)
 
 
-@asks()
+@validate_call()
 def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf) -> Response:
     """Keeps norms between `low` times the target and the target.
 
@@ -165,9 +165,11 @@ def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = mat
       >>> print(tx.update(jnp.array([6e-5, 8e-5]), None, jnp.array([3.0, 4.0]))[0])
       [0.003 0.004]
     """
-    smallest = _number(min_factor, 0, _LARGEST, "min_factor")
+    smallest = _check_range(min_factor, 0, _MAX_FLOAT32, "min_factor")
     return _Band(
-        _number(low, 0, 1, "low"), smallest, _number(max_factor, smallest, math.inf, "max_factor")
+        _check_range(low, 0, 1, "low"),
+        smallest,
+        _check_range(max_factor, smallest, math.inf, "max_factor"),
     )
 
 
@@ -191,11 +193,11 @@ class _Band:
         return jnp.where(norm == 0, norm, new)
 
 
-@asks()
+@validate_call()
 def clip_with_eps(eps: float = 1e-6) -> Response:
     """Multiplies by `target / (norm + eps)` if that is below 1, as PyTorch does.
 
-    A group at its limit, or a little below it, is shrunk too. Use it for runs that must match
+    A group at its threshold, or a little below it, is shrunk too. Use it for runs that must match
     PyTorch's `clip_grad_norm_`: with PyTorch's `eps` of 1e-6, the factor is PyTorch's to the last
     digit of float32. Only a factor that is below 1e-36, alone or divided by the norm, may differ in
     its last digit, because it is computed so that neither it nor its derivative becomes 0.
@@ -217,7 +219,7 @@ def clip_with_eps(eps: float = 1e-6) -> Response:
       >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
       [2.994012 3.992016]
     """
-    return _ClipWithEps(_number(eps, 0, _LARGEST, "eps"))
+    return _ClipWithEps(_check_range(eps, 0, _MAX_FLOAT32, "eps"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +235,7 @@ class _ClipWithEps:
         """The factors of the groups."""
         del trigger
         divisor = norm + jnp.asarray(self.eps).astype(norm.dtype)
-        # Far below the limit the factor is 1; the quotient may overflow there.
+        # Far below the threshold the factor is 1; the quotient may overflow there.
         is_far_below = divisor < target / 2
         target, divisor = (jnp.where(is_far_below, 1, x) for x in (target, divisor))
         return jnp.minimum(_quotient(target, divisor), 1)
@@ -245,20 +247,20 @@ def _quotient(x: Array, y: Array) -> Array:
 
     Its derivatives are those of `x / y`, because derivatives of `1 / y` may overflow.
     """
-    return safe_divide(jnp.ones_like(y), y, 1) * x
+    return divide_no_nan(jnp.ones_like(y), y, 1) * x
 
 
 @_quotient.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     x, y = primals
-    _, change = jax.jvp(lambda x, y: safe_divide(x, y, x), primals, tangents)
+    _, change = jax.jvp(lambda x, y: divide_no_nan(x, y, x), primals, tangents)
     return _quotient(x, y), change
 
 
-_LARGEST = float(jnp.finfo(jnp.float32).max)
+_MAX_FLOAT32 = float(jnp.finfo(jnp.float32).max)
 
 
-def _number(value: Any, low: float, high: float, argument: str) -> float:
+def _check_range(value: Any, low: float, high: float, argument: str) -> float:
     """`value` as a float, checked to be a Python number from `low` to `high`."""
     if isinstance(value, jax.Array):
         raise ValueError(
@@ -266,12 +268,12 @@ def _number(value: Any, low: float, high: float, argument: str) -> float:
             f"got {value!r}; with optax.inject_hyperparams pass static_args=({argument!r},)"
         )
     if not isinstance(value, (int, float, np.integer, np.floating)) or not low <= value <= high:
-        kind = "a finite number" if high == _LARGEST else f"a number of at most {high:g}"
+        kind = "a finite number" if high == _MAX_FLOAT32 else f"a number of at most {high:g}"
         raise ValueError(f"{argument} must be {kind} and at least {low:g}, got {value!r}")
     return float(value)
 
 
-_NAMED: dict[str, Response] = {
+_BY_NAME: dict[str, Response] = {
     "clip": clip,
     "normalize": normalize,
     "smooth": smooth,
@@ -288,12 +290,12 @@ def as_response(response: str | Response) -> Response:
       TypeError: for a function that makes responses, such as `band`, in place of its result.
     """
     if callable(response):
-        if response not in _NAMED.values():
-            refuse_uncalled(response, "optaxclip.responses", "response", "responses")
+        if response not in _BY_NAME.values():
+            check_called(response, "optaxclip.responses", "response", "responses")
         return response
-    if not isinstance(response, str) or response not in _NAMED:
+    if not isinstance(response, str) or response not in _BY_NAME:
         raise ValueError(
-            f"response must be one of {sorted(_NAMED)} or a function (norm, trigger, target) -> "
+            f"response must be one of {sorted(_BY_NAME)} or a function (norm, trigger, target) -> "
             f"new norm, got {response!r}"
         )
-    return _NAMED[response]
+    return _BY_NAME[response]

@@ -52,12 +52,12 @@ def cotangent(**options):
     return ops.clip_cotangent({"h": np.ones((2, 2))}, **options)
 
 
-def scoped(scope, tree=W, limit=1.0):
-    clip_by(scope, limit).init(tree)
+def scoped(scope, tree=W, threshold=1.0):
+    clip_by(scope, threshold).init(tree)
 
 
 def told(make=None, **extra):
-    wrapped = {"inner": SGD, "limit": 1.0} if make else {"max_norm": 1.0}
+    wrapped = {"inner": SGD, "threshold": 1.0} if make else {"max_norm": 1.0}
     tx = (make or clip_by_global_norm)(**wrapped, known_norm="grad_norm")
     tx.update(ONE, tx.init(ONE), ONE, **extra)
 
@@ -95,31 +95,35 @@ TYPE_ERRORS = {
     r"positional arguments \[\], got 1; pass by name \['threshold', 'decay'": lambda: (
         optaxclip.clip_by_second_moment(1.0)
     ),
-    r"^inner must be an Optax .* is the first argument; got Threshold\(": lambda: skip_above(
+    r"^inner must be an Optax .* is the first argument; got ThresholdRule\(": lambda: skip_above(
         thresholds.zscore(), SGD
     ),
     r"max_consecutive must .*; of several .* optax\.chain\(clip, optimizer\)": lambda: (
         skip_nonfinite(optaxclip.zclip(), SGD)
     ),
-    r"limit must .*; of several transformations make one, ": lambda: skip_above(
+    r"threshold must .*; of several transformations make one, ": lambda: skip_above(
         optaxclip.zclip(), SGD
     ),
     r"skip_nonfinite\(\) needs \['inner'\].* no stage of a chain, "
     r"but skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
-    r"needs \['limit'\]: .* skip_above\(optax\.adam\(1e-3\), limit\)": lambda: skip_above(1.0),
+    r"needs \['threshold'\]: .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: skip_above(
+        1.0
+    ),
     r"^clip_by_global_norm\(\) needs \['max_norm'\]: call "
     r"clip_by_global_norm\(max_norm\)$": clip_by_global_norm,
-    r"^constant\(\) needs \['limit'\]": thresholds.constant,
+    r"^constant\(\) needs \['threshold'\]": thresholds.constant,
     r"needs the state too: updates, state = tx\.update\(grads, "
     r"state, params\), .* tx\.init\(params\)": lambda: clip_by(LEAF, 1.0).update(ONE),
-    r"keyword argument 'foo'\. It takes \['scope', 'limit', ": lambda: clip_by(TREE, 1.0, foo=1),
+    r"keyword argument 'foo'\. It takes \['scope', 'threshold', ": lambda: clip_by(
+        TREE, 1.0, foo=1
+    ),
     r"argument 'respons'; did you mean 'response'\? It takes \[": lambda: clip_by(
         TREE, 1.0, respons="clip"
     ),
     "'clip_norm'; did you mean 'max_norm'": lambda: clip_by_global_norm(clip_norm=1.0),
     "'max_norm'; did you mean 'threshold'": lambda: optaxclip.clip_by_block_rms(max_norm=1.0),
     "'clip_value'; did you mean 'max_delta'": lambda: optaxclip.clip(clip_value=1.0),
-    "'max_grad_norm'; did you mean 'limit'": lambda: skip_above(SGD, max_grad_norm=1.0),
+    "'max_grad_norm'; did you mean 'threshold'": lambda: skip_above(SGD, max_grad_norm=1.0),
     r"clip_by\(scopes.leaf\(stacked=1\), thresholds.adagc\(": lambda: optaxclip.adagc(stacked=1),
     r"thresholds.zscore\(debias=True\)\)\. It takes": lambda: optaxclip.zclip(debias=True),
     r"thresholds\.ema\(inclusive=True, skip_steps=1\)\)": lambda: optaxclip.clip_by_ema_norm(
@@ -161,17 +165,17 @@ TYPE_ERRORS = {
     ),
     "max_norm must be a number, a schedule or a rule, got the "
     "function zclip of optaxclip": lambda: optaxclip.clip_by_norm(optaxclip.zclip),
-    "limit must .* got a scope, which": lambda: clip_by(LEAF, TREE),
-    "limit must .* got a scope": lambda: clip_by(LEAF, scopes.leaf),
-    r"limit must .* call it, as in thresholds\.zscore\(\)": lambda: clip_by(
+    "threshold must .* got a scope, which": lambda: clip_by(LEAF, TREE),
+    "threshold must .* got a scope": lambda: clip_by(LEAF, scopes.leaf),
+    r"threshold must .* call it, as in thresholds\.zscore\(\)": lambda: clip_by(
         TREE, thresholds.zscore
     ),
-    r"limit\['a'\] .* thresholds\.ema\(\)": lambda: clip_by(
+    r"threshold\['a'\] .* thresholds\.ema\(\)": lambda: clip_by(
         scopes.group("a"), {"a": thresholds.ema}
     ),
-    r"limit .* thresholds\.ema\(\)": lambda: skip_above(SGD, thresholds.ema),
-    r"loss_limit .* thresholds\.window\(\)": lambda: skip_above(
-        SGD, 1.0, loss_limit=thresholds.window
+    r"threshold .* thresholds\.ema\(\)": lambda: skip_above(SGD, thresholds.ema),
+    r"loss_threshold .* thresholds\.window\(\)": lambda: skip_above(
+        SGD, 1.0, loss_threshold=thresholds.window
     ),
     r"got the name 'zscore': a rule is what thresholds\.zscore\(\.\.\.\) returns": lambda: clip_by(
         LEAF, "zscore"
@@ -204,7 +208,7 @@ TYPE_ERRORS = {
     ),
     r"^inner must be an Optax transformation such .* 'adam'": lambda: skip_nonfinite("adam"),
     r"^inner must be an Optax transformation such .* None": lambda: skip_nonfinite(None),
-    "^loss_limit must be a number": lambda: skip_above(SGD, 1.0, loss_limit="a"),
+    "^loss_threshold must be a number": lambda: skip_above(SGD, 1.0, loss_threshold="a"),
     "labels must be strings, got 1": lambda: scoped(scopes.group({"w": 1})),
     "axes must be an int or a sequence of ints, got 0.5": lambda: scoped(scopes.axes(0.5)),
     r"max_norm\['a'\] must be a number.*'1'": lambda: optaxclip.clip_by_group_norm(
@@ -274,12 +278,12 @@ VALUE_ERRORS = {
     "axes can be passed with clip_norm": lambda: cotangent(clip_value=1.0, axes=0),
     "nonfinite can be passed with": lambda: cotangent(clip_value=1.0, nonfinite="zero"),
     "axis_name, specs can be": lambda: cotangent(clip_value=1.0, axis_name="x", specs=jax.P()),
-    "^loss_limit must not be NaN": lambda: skip_above(SGD, 1.0, loss_limit=np.nan),
-    "^loss_limit must be a scalar": lambda: skip_above(SGD, 1.0, loss_limit=np.ones(2)),
-    "^loss_limit must be a rule that allows negative numbers": lambda: skip_above(
-        SGD, 1.0, loss_limit=thresholds.log_tracker()
+    "^loss_threshold must not be NaN": lambda: skip_above(SGD, 1.0, loss_threshold=np.nan),
+    "^loss_threshold must be a scalar": lambda: skip_above(SGD, 1.0, loss_threshold=np.ones(2)),
+    "^loss_threshold must be a rule that allows negative numbers": lambda: skip_above(
+        SGD, 1.0, loss_threshold=thresholds.log_tracker()
     ),
-    "^loss_limit cannot be relative": lambda: skip_above(SGD, 1.0, loss_limit=RELATIVE),
+    "^loss_threshold cannot be relative": lambda: skip_above(SGD, 1.0, loss_threshold=RELATIVE),
     "^max_factor must be": lambda: responses.band(min_factor=2.0, max_factor=1.0),
     r"response must be one of .*'clip'.* got 'soft'": lambda: clip_by(TREE, 1.0, response="soft"),
     r"'a/0/w'.*rank 6.*axis=": lambda: scoped(scopes.unit(), {"a": [{"w": RANK_6}]}),
@@ -301,7 +305,7 @@ VALUE_ERRORS = {
     ),
     r"axes \(0, -3\) do not exist in leaf 'w'": lambda: scoped(scopes.axes((0, -3))),
     r"axes \(1,\) do not exist in leaf 'w'": lambda: scoped(scopes.unit(axis=1, stacked=1)),
-    r"limits are given for the groups \['a'\].* \['tree'\]": lambda: clip_tree(
+    r"thresholds are given for the groups \['a'\].* \['tree'\]": lambda: clip_tree(
         ONE, {"a": 1.0}, scope=TREE
     ),
     r"clip_by: .*\['b'\].*given to init did not": lambda: clip_by(LEAF, 1.0).update(ONE, STATE(W)),
@@ -312,9 +316,9 @@ VALUE_ERRORS = {
     "the sparse leaf 'w' cannot be divided": lambda: scoped(scopes.axes(0), {"w": SPARSE}),
     "^the sparse leaf 'w' cannot be divided": lambda: scoped(scopes.leaf(stacked=1), {"w": SPARSE}),
     r"given for the groups \['a', 'b'\], but the groups are": lambda: scoped(
-        scopes.group({"w": "a"}), limit={"a": 1.0, "b": thresholds.zscore()}
+        scopes.group({"w": "a"}), threshold={"a": 1.0, "b": thresholds.zscore()}
     ),
-    "limit .*relative to the parameters": lambda: clip_by(LEAF, {"b": RELATIVE}).update(
+    "threshold .*relative to the parameters": lambda: clip_by(LEAF, {"b": RELATIVE}).update(
         ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)
     ),
     "'grad_norm' names an extra argument that the update was not given; pass": told,

@@ -21,14 +21,14 @@ def init_fn(key):
     return jax.random.normal(key, (3,))
 
 
-def step_fn(params, target, limit):
+def step_fn(params, target, threshold):
     loss, grads = jax.value_and_grad(lambda p: jnp.sum((p - target) ** 2))(params)
-    clipped, norm = ops.clip_by_global_norm(grads, limit)
+    clipped, norm = ops.clip_by_global_norm(grads, threshold)
     return params - 0.1 * clipped, loss, norm
 
 
-def swept(limits=(1.0,), steps=STEPS, step=step_fn, key=0, data=DATA, **options):
-    return tuning.sweep(init_fn, step, list(limits), steps, key=key, data=data, **options)
+def swept(thresholds=(1.0,), steps=STEPS, step=step_fn, key=0, data=DATA, **options):
+    return tuning.sweep(init_fn, step, list(thresholds), steps, key=key, data=data, **options)
 
 
 def of_several(*stages):
@@ -95,13 +95,13 @@ TYPE_ERRORS = {
     "'ratio': pass stats='ratio'.": lambda: monitor.record(ratio=True),
     "inner must be an Optax transformation": lambda: monitor.events(1000),
     "every must be an int": lambda: monitor.histogram(every=1.5),
-    "lost must be a number, .* got 'all'": lambda: monitor.format_fit((), lost="all"),
+    "lost must be a number, .* got 'all'": lambda: monitor.dtype_fit((), max_lost_fraction="all"),
 }
 VALUE_ERRORS = {
-    "limits must be positive numbers in one axis": lambda: swept([]),
-    r"limits must be positive numbers in one axis, got \[0\.0\]": lambda: swept([0.0]),
-    r"limits must be positive .* got \[nan\]": lambda: swept([np.nan]),
-    "limits must be positive numbers in one axis, got 1.0": lambda: tuning.sweep(
+    "thresholds must be positive numbers in one axis": lambda: swept([]),
+    r"thresholds must be positive numbers in one axis, got \[0\.0\]": lambda: swept([0.0]),
+    r"thresholds must be positive .* got \[nan\]": lambda: swept([np.nan]),
+    "thresholds must be positive numbers in one axis, got 1.0": lambda: tuning.sweep(
         init_fn, step_fn, 1.0, STEPS, key=0, data=DATA
     ),
     "learning_rates must be positive": lambda: swept(learning_rates=[-1.0]),
@@ -133,7 +133,7 @@ VALUE_ERRORS = {
         of_several(monitor.histogram(name="a")), "b"
     ),
     r"several histograms, with the names \['a', 'histogram'\]: pass hist": lambda: (
-        monitor.format_fit(of_several(monitor.histogram(name="a"), monitor.histogram()))
+        monitor.dtype_fit(of_several(monitor.histogram(name="a"), monitor.histogram()))
     ),
     "histograms takes one state, got 2 under vmap": lambda: monitor.histograms(
         jax.vmap(monitor.histogram().init)(jnp.ones((2, 3)))
@@ -147,8 +147,8 @@ VALUE_ERRORS = {
     ).update(GRADS, tx.init(GRADS)),
     "histogram has no count of .* too large for float16": lambda: monitor.Histogram(
         np.ones(2, int), np.array([1.0, 2.0, 2.0**20]), 0, 0, 0
-    ).above("float16"),
-    "lost must be a share, .* got 1": lambda: monitor.format_fit((), lost=1),
+    ).overflow_fraction("float16"),
+    "lost must be a share, .* got 1": lambda: monitor.dtype_fit((), max_lost_fraction=1),
     r"record: the state was made by another record: .*last 5 "
     r"steps as \[5\], and .* last 6 steps as \[6\]": lambda: another_record(
         {"window": 5}, {"window": 6}

@@ -14,7 +14,7 @@ SPARSE = BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
 AGGREGATE = optaxclip.per_example_clip_and_aggregate
 KEYS = jax.random.split(jax.random.key(0))
 
-quantile_limit = per_example.quantile_limit
+quantile_threshold = per_example.quantile_threshold
 
 
 def loss_fn(w, x):
@@ -41,8 +41,8 @@ def grads_of(loss, **options):
     return per_example.clipped_grad(loss, 1.0, **options)(jnp.ones(2), jnp.ones((3, 2)))
 
 
-def clip_sum(limit, grads=np.ones((2, 1)), **options):  # noqa: B008
-    return per_example.clip_sum(grads, limit, **options)
+def clip_sum(threshold, grads=np.ones((2, 1)), **options):  # noqa: B008
+    return per_example.clip_sum(grads, threshold, **options)
 
 
 def to_ints(name):
@@ -59,15 +59,15 @@ TYPE_ERRORS = {
     "argnums must be an int or several, got 'w'": lambda: made(argnums="w"),
     "loss_fn must be a function, got 3": lambda: made(3),
     "weight must be a function, got 2.0": lambda: made(weight=2.0),
-    "reject must be what zscore returns": lambda: made(reject=thresholds.zscore),
-    "reject must be one rule": lambda: made(reject={"w": 1.0}),
-    "reject must be .* function zclip": lambda: made(reject=optaxclip.zclip),
+    "reject_rule must be what zscore returns": lambda: made(reject_rule=thresholds.zscore),
+    "reject_rule must be one rule": lambda: made(reject_rule={"w": 1.0}),
+    "reject_rule must be .* function zclip": lambda: made(reject_rule=optaxclip.zclip),
     "clip must be a number": lambda: made(clip="norm"),
-    "clip must be a transformation, or one limit": lambda: made(clip={"w": 1.0}),
+    "clip must be a transformation, or one threshold": lambda: made(clip={"w": 1.0}),
     r"clip must be what .* as in optaxclip\.zclip": lambda: made(clip=optaxclip.zclip),
     r"clip .* call it, as in optaxclip\.clip_by\(\)": lambda: made(clip=optaxclip.clip_by),
     "clip must be what ema returns": lambda: made(clip=thresholds.ema),
-    "measure must be True or False": lambda: made(measure=0),
+    "compute_norms must be True or False": lambda: made(compute_norms=0),
     "axis_name must be a name": lambda: made(axis_name=3),
     r"value_and_grad\(\) needs \['loss_fn', 'microbatch_size'\]": accumulate.value_and_grad,
     "a real number, got None": lambda: called(W, X, weight=lambda x: None),
@@ -82,19 +82,21 @@ TYPE_ERRORS = {
     r"a part of 2 of .* weight\(tok": lambda: weighted(lambda *, mask: mask.sum()),
     r"a part of 1 of .* weight\(tok": lambda: weighted(lambda x, y: x.sum() + y.sum(), 1),
     r"weight is called with .* a part of 2 of .* weight\(tok": lambda: weighted(lambda: 1.0),
-    "^limit must be a number or scalar array, got <function .* "
+    "^threshold must be a number or scalar array, got <function .* "
     "per_example_clip_and_aggregate": lambda: clip_sum(lambda count: 1.0),
-    r"^limit must be a number or scalar array, got "
-    r"QuantileLimit\(.* its limit at this step": lambda: per_example.clipped_grad(
-        dot, per_example.quantile_limit()
+    r"^threshold must be a number or scalar array, got "
+    r"QuantileThreshold\(.* its threshold at this step": lambda: per_example.clipped_grad(
+        dot, per_example.quantile_threshold()
     ),
-    r"^limit\['a'\] must be a number or scalar array, got <function": lambda: clip_sum(
+    r"^threshold\['a'\] must be a number or scalar array, got <function": lambda: clip_sum(
         {"a": lambda count: 1.0}
     ),
-    "^limit must be a number or scalar array, got '1' of type str$": lambda: clip_sum("1"),
-    "^limit must be a number, a scalar array or a schedule, got '1'": lambda: AGGREGATE("1", 0.0),
-    r"limit must be what quantile_limit returns.* as in per_example\.quantile_limit\(\)": lambda: (
-        AGGREGATE(per_example.quantile_limit, 0.0)
+    "^threshold must be a number or scalar array, got '1' of type str$": lambda: clip_sum("1"),
+    "^threshold must be a number, a scalar array or a schedule, got '1'": lambda: AGGREGATE(
+        "1", 0.0
+    ),
+    r"threshold must be what quantile_threshold returns.* as in per_example\.quantile_threshold\(\)": lambda: (
+        AGGREGATE(per_example.quantile_threshold, 0.0)
     ),
     "must be from optaxclip.scopes.* got 'leaf'": lambda: clip_sum(1.0, scope="leaf"),
     r"scope must .* call it, as in scopes\.leaf\(\)": lambda: per_example.clipped_grad(
@@ -148,12 +150,12 @@ VALUE_ERRORS = {
     r"batch_argnums=\(1, -1\) .* both name the argument -1": lambda: made(
         argnums=(0, -1), batch_argnums=(1, -1)
     ),
-    "reject must be 'nonfinite', None, or a rule": lambda: made(reject="nan"),
-    "reject must not be negative": lambda: made(reject=-1.0),
+    "reject_rule must be 'nonfinite', None, or a rule": lambda: made(reject_rule="nan"),
+    "reject_rule must not be negative": lambda: made(reject_rule=-1.0),
     "clip must not be negative": lambda: made(clip=-1.0),
     "dtype must be float32 or wider.* got bfloat16": lambda: made(dtype=jnp.bfloat16),
     "dtype must be float32 or wider.* got int32": lambda: made(dtype=jnp.int32),
-    "measure=False leaves nothing to judge": lambda: made(measure=False),
+    "compute_norms=False leaves nothing to judge": lambda: made(compute_norms=False),
     "must divide the batch, got 4 for 6 examples: pass 3, ": lambda: called(
         W, X, microbatch_size=4
     ),
@@ -185,7 +187,7 @@ VALUE_ERRORS = {
         {"v": W, "w": W}, X, loss_fn=lambda p, x: loss_fn(p["v"] + p["w"], x), clip=to_ints("w")
     ),
     "axis_name names 'i', and nothing here is mapped": lambda: called(W, X, axis_name="i"),
-    r"limit must be a scalar, got an array of shape \(2,\); .* pass a dict": lambda: clip_sum(
+    r"threshold must be a scalar, got an array of shape \(2,\); .* pass a dict": lambda: clip_sum(
         np.ones(2)
     ),
     r"one example, with which.*got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
@@ -199,19 +201,19 @@ VALUE_ERRORS = {
     "batch_size must be from 1 .* got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
     "key must be given for noise": lambda: AGGREGATE(1.0, 1.0),
     "noise_multiplier must not be negative": lambda: AGGREGATE(1.0, -1.0),
-    "limit must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
+    "threshold must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
     "reduction must be one of": lambda: AGGREGATE(1.0, 0.0, reduction="median"),
     "the state must be of type PerExampleState": lambda: AGGREGATE(1.0, 0.0).update(X, ()),
     r"noise_multiplier must be below 2 \* count_noise": lambda: AGGREGATE(
-        quantile_limit(count_noise=0.5), 1.0, key=0
+        quantile_threshold(count_noise=0.5), 1.0, key=0
     ),
-    "^key must be given for a count_noise": lambda: quantile_limit(count_noise=1.0).update(
+    "^key must be given for a count_noise": lambda: quantile_threshold(count_noise=1.0).update(
         W[0], 3, 4, batch_size=4
     ),
     "key must be given for a count_noise": lambda: jax.jit(
-        lambda x: quantile_limit(count_noise=x).update(x, 3, 4, batch_size=4)
+        lambda x: quantile_threshold(count_noise=x).update(x, 3, 4, batch_size=4)
     )(1.0),
-    "^key must be given for noise": lambda: AGGREGATE(quantile_limit(count_noise=1.0), 0.0),
+    "^key must be given for noise": lambda: AGGREGATE(quantile_threshold(count_noise=1.0), 0.0),
     "^noise_multiplier must": lambda: noisy(noise=-1.0),
     "^noise_multiplier must not be": lambda: noisy(noise=np.nan),
     "noise_multiplier must be finite for noise": lambda: noisy(noise=np.inf),
@@ -219,9 +221,9 @@ VALUE_ERRORS = {
     "batch_size must .* got nan": lambda: noisy(size=np.nan),
     "key must be one key from jax.random, a new one .*None": lambda: noisy(key=None),
     "relation must be one of": lambda: noisy(relation="neighbours"),
-    "result.bound must be the limit": lambda: noisy(bound=None),
+    "result.bound must be the threshold": lambda: noisy(bound=None),
     "result.bound must be finite for noise, got inf": lambda: noisy(bound=np.inf),
-    r"limits are given by the names .* pass params=": lambda: per_example.clipped_grad(
+    r"thresholds are given by the names .* pass params=": lambda: per_example.clipped_grad(
         dot, {"all": 2.0}
     ).sensitivity(),
     r"relation must be one of \['add_or_remove_one', .* got 'replace'": lambda: (
@@ -235,7 +237,7 @@ VALUE_ERRORS = {
     "^microbatch_size must be an int of at least 1, got 0": lambda: grads_of(
         dot, microbatch_size=0
     ),
-    "limit must not be negative or NaN, got -1.0": lambda: per_example.clipped_grad(dot, -1.0),
+    "threshold must not be negative or NaN, got -1.0": lambda: per_example.clipped_grad(dot, -1.0),
     "the batch must have leaves": lambda: per_example.clipped_grad(dot, 1.0)(W, X, X[:3]),
     "must be positions among 2 arguments": lambda: grads_of(dot, batch_argnums=2),
     "method must be one of": lambda: per_example.grad_norms(dot, method="gost"),

@@ -50,17 +50,19 @@ class Method(NamedTuple):
     widens: bool = False
     atol: float = 1e-7
 
-    def make(self, limit: Any = None, **options: Any) -> optax.GradientTransformationExtraArgs:
-        """The transformation, with the limit passed in or with a usual one."""
+    def make(self, threshold: Any = None, **options: Any) -> optax.GradientTransformationExtraArgs:
+        """The transformation, with the threshold passed in or with a usual one."""
         name, usual = self.hyper
-        return self.factory(**{name: usual if limit is None else limit}, **self.fixed, **options)
+        return self.factory(
+            **{name: usual if threshold is None else threshold}, **self.fixed, **options
+        )
 
 
 SHAPES = {"w": (6, 12), "b": (3,), "v": (4,)}
 
 
 def random_tree(seed, *leading):
-    """Leaves of different sizes, so that some groups exceed their limit and some do not."""
+    """Leaves of different sizes, so that some groups exceed their threshold and some do not."""
     rng = np.random.default_rng(seed)
     sizes = {"w": rng.uniform(0.01, 1, (12,)), "b": 0.1, "v": 2.0}
     return {
@@ -134,23 +136,23 @@ def _between(max_value: Any, **options: Any) -> optax.GradientTransformationExtr
     return optaxclip.clip_by_value(-1.0, max_value, **options)
 
 
-def _by_label(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
-    return optaxclip.clip_by_group_norm({"matrix": limit, "vector": 0.7}, label, **options)
+def _by_label(threshold: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip_by_group_norm({"matrix": threshold, "vector": 0.7}, label, **options)
 
 
-def _decayed(limit: Any) -> Callable[[jax.Array], jax.Array]:
+def _decayed(threshold: Any) -> Callable[[jax.Array], jax.Array]:
     def schedule(count: jax.Array) -> jax.Array:
-        return jnp.asarray(limit).astype(jnp.float32) * 0.9 ** count.astype(jnp.float32)
+        return jnp.asarray(threshold).astype(jnp.float32) * 0.9 ** count.astype(jnp.float32)
 
     return schedule
 
 
-def _clip_scheduled(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
-    return optaxclip.clip(_decayed(limit), **options)
+def _clip_scheduled(threshold: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip(_decayed(threshold), **options)
 
 
-def _norm_scheduled(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
-    return optaxclip.clip_by_norm(_decayed(limit), **options)
+def _norm_scheduled(threshold: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip_by_norm(_decayed(threshold), **options)
 
 
 def _share_of_weights(ratio: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
@@ -158,10 +160,10 @@ def _share_of_weights(ratio: Any, **options: Any) -> optax.GradientTransformatio
     return optaxclip.clip_by(scopes.leaf(), rule, norm="rms", **options)
 
 
-def _engine(shares: Any, scope: scopes.Scope, limit: float = 1.0, **options: Any) -> Method:
+def _engine(shares: Any, scope: scopes.Scope, threshold: float = 1.0, **options: Any) -> Method:
     """A combination that has no name of its own."""
     keeps_small = options.get("response", "clip") == "clip"
-    hyper, fixed = ("limit", limit), {"scope": scope, **options}
+    hyper, fixed = ("threshold", threshold), {"scope": scope, **options}
     return Method(optaxclip.clip_by, hyper, fixed, shares, keeps_small=keeps_small)
 
 
@@ -170,25 +172,25 @@ def _z_score_of_units(z_thresh: Any, **options: Any) -> optax.GradientTransforma
     return optaxclip.clip_by(scopes.unit(), rule, **options)
 
 
-def _beside_muon(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+def _beside_muon(threshold: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
     spikes = thresholds.zscore(0.5, warmup_steps=3)
-    return optaxclip.clip_by(scopes.muon(), {"muon": spikes, "adam": limit}, **options)
+    return optaxclip.clip_by(scopes.muon(), {"muon": spikes, "adam": threshold}, **options)
 
 
-def _skip_on_loss(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+def _skip_on_loss(threshold: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
     rule = thresholds.window(6.0, 4)
-    tx = optaxclip.skip_above(optax.identity(), limit, loss_limit=rule, **options)
+    tx = optaxclip.skip_above(optax.identity(), threshold, loss_threshold=rule, **options)
     return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, value=-1.0))
 
 
-def _skip_of_clips(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
-    inner = optax.chain(optaxclip.clip_by_global_norm(limit), optax.identity())
+def _skip_of_clips(threshold: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    inner = optax.chain(optaxclip.clip_by_global_norm(threshold), optax.identity())
     return optaxclip.skip_nonfinite(inner, **options)
 
 
-def _of_scaled_loss(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+def _of_scaled_loss(threshold: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
     """By the scale 1: others are in `tests/methods/test_loss_scaling.py`."""
-    inner = optax.chain(optaxclip.clip_by_global_norm(limit), optax.identity())
+    inner = optax.chain(optaxclip.clip_by_global_norm(threshold), optax.identity())
     return optaxclip.scale_loss(inner, initial=1.0, **options)
 
 
@@ -214,17 +216,17 @@ _per_label = functools.partial(Method, shares="label")
 _per_column = functools.partial(Method, shares="column")
 _history = functools.partial(Method, has_memory=True)
 _MAX_NORM = ("max_norm", 1.0)
-# In the warm-up the limit of a leaf depends on the others, unless the gradients are below it.
+# In the warm-up the threshold of a leaf depends on the others, unless the gradients are below it.
 _ADAGC = {"warmup_steps": 3, "lambda_abs": 50.0}
 _SKIP = {"inner": optax.identity(), "max_consecutive": 20}
 
 METHODS: dict[str, Method] = {
     "clip": _per_entry(optaxclip.clip, ("max_delta", 1.0)),
-    "clip_scheduled": _per_entry(_clip_scheduled, ("limit", 1.0), counts=True),
+    "clip_scheduled": _per_entry(_clip_scheduled, ("threshold", 1.0), counts=True),
     "clip_by_value": _per_entry(_between, ("max_value", 0.5)),
     "clip_by_norm": _per_leaf(optaxclip.clip_by_norm, _MAX_NORM),
     "clip_by_norm_axes": _per_column(optaxclip.clip_by_norm, _MAX_NORM, {"axes": 0}),
-    "clip_by_norm_scheduled": _per_leaf(_norm_scheduled, ("limit", 1.0), counts=True),
+    "clip_by_norm_scheduled": _per_leaf(_norm_scheduled, ("threshold", 1.0), counts=True),
     "clip_by_global_norm": Method(optaxclip.clip_by_global_norm, _MAX_NORM),
     "clip_by_global_norm_eps": Method(optaxclip.clip_by_global_norm, _MAX_NORM, {"eps": 1e-6}),
     "clip_by_block_rms": _per_leaf(optaxclip.clip_by_block_rms, ("threshold", 0.7)),
@@ -248,7 +250,7 @@ METHODS: dict[str, Method] = {
         optaxclip.adaptive_grad_clip, ("clipping", 0.7), needs_params=True
     ),
     "clip_by_group_norm": _per_label(optaxclip.clip_by_group_norm, _MAX_NORM, {"labels": label}),
-    "clip_by_group_norm_dict": _per_label(_by_label, ("limit", 1.0)),
+    "clip_by_group_norm_dict": _per_label(_by_label, ("threshold", 1.0)),
     "normalize_by_global_norm": Method(
         optaxclip.normalize_by_global_norm, ("norm", 1.0), keeps_small=False
     ),
@@ -256,7 +258,9 @@ METHODS: dict[str, Method] = {
     "zclip": _history(optaxclip.zclip, ("z_thresh", 0.5), {"warmup_steps": 3}),
     "adagc": _history(optaxclip.adagc, ("lambda_rel", 1.05), _ADAGC, shares="leaf"),
     "clip_by_median_norm": _history(optaxclip.clip_by_median_norm, ("scale", 0.8), {"window": 2}),
-    "clip_by_quantile": _history(optaxclip.clip_by_quantile, ("target", 0.5), {"init_limit": 4.0}),
+    "clip_by_quantile": _history(
+        optaxclip.clip_by_quantile, ("target", 0.5), {"init_threshold": 4.0}
+    ),
     "clip_by_ema_norm": _history(optaxclip.clip_by_ema_norm, ("ratio", 1.05), shares="leaf"),
     "clip_by_window_norm": _history(optaxclip.clip_by_window_norm, ("num_std", 0.5), {"window": 4}),
     "normalize_by_norm_history": _history(
@@ -271,33 +275,35 @@ METHODS: dict[str, Method] = {
     ),
     "clip_by_spectral_norm": _per_leaf(
         optaxclip.clip_by_spectral_norm,
-        ("limit", 1.0),
+        ("threshold", 1.0),
         {"iterations": 5},
         keeps_small=False,
         atol=2e-6,
     ),
     "clip_by_spectral_norm_hard": _per_leaf(
         optaxclip.clip_by_spectral_norm,
-        ("limit", 1.0),
+        ("threshold", 1.0),
         {"mode": "hard", "iterations": 5},
         keeps_small=False,
         atol=2e-6,
     ),
-    "skip_nonfinite": Method(_skip_of_clips, ("limit", 1.0), {}, "step", has_info=False),
-    "scale_loss": Method(_of_scaled_loss, ("limit", 1.0), {}, "step", has_info=False, widens=True),
-    "skip_above": Method(optaxclip.skip_above, ("limit", 6.0), _SKIP, "step", has_info=False),
-    "skip_above_loss": Method(_skip_on_loss, ("limit", 6.0), shares="step", has_info=False),
+    "skip_nonfinite": Method(_skip_of_clips, ("threshold", 1.0), {}, "step", has_info=False),
+    "scale_loss": Method(
+        _of_scaled_loss, ("threshold", 1.0), {}, "step", has_info=False, widens=True
+    ),
+    "skip_above": Method(optaxclip.skip_above, ("threshold", 6.0), _SKIP, "step", has_info=False),
+    "skip_above_loss": Method(_skip_on_loss, ("threshold", 6.0), shares="step", has_info=False),
     "leaf_stacked_strict": _engine("row", scopes.leaf(stacked), strict=True),
     "leaf_lp": _engine("leaf", scopes.leaf(), norm=norms.lp(3)),
     "leaf_rms_of_weights": _per_leaf(_share_of_weights, ("ratio", 0.7), needs_params=True),
     "axes_l1": _engine("row", scopes.axes(-1), norm="l1"),
     "unit_smooth": _engine("column", scopes.unit(), response="smooth"),
     "unit_z_score": _history(_z_score_of_units, ("z_thresh", 0.5), shares="column"),
-    "muon": _history(_beside_muon, ("limit", 0.7), shares="label"),
+    "muon": _history(_beside_muon, ("threshold", 0.7), shares="label"),
     "group_linf_band": _engine(
         "label", scopes.group(label), norm="linf", response=responses.band(0.5, max_factor=3.0)
     ),
-    "tree_mean_abs": _engine("tree", scopes.tree(), limit=0.2, norm="mean_abs"),
+    "tree_mean_abs": _engine("tree", scopes.tree(), threshold=0.2, norm="mean_abs"),
     "leaf_average_l2_auto_s": _engine(
         "leaf", scopes.leaf(), 0.02, norm="average_l2", response="auto_s"
     ),
@@ -323,5 +329,5 @@ TYPICAL |= {"clip_attention_logits", "clip_by_second_moment", "clip_by_spectral_
 TYPICAL |= {"zclip", "adagc", "skip_above_loss", "leaf_stacked_strict", "axes_l1", "unit_smooth"}
 TYPICAL |= {"muon", "group_linf_band"}
 
-# One for each way in which a limit reaches the computation.
+# One for each way in which a threshold reaches the computation.
 ONE_OF_EACH = ["clip", "clip_by_global_norm", "clip_by_group_norm_dict", "leaf_rms_of_weights"]

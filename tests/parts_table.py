@@ -24,11 +24,11 @@ RULES = {
     "zscore": thresholds.zscore,
     "log_tracker": thresholds.log_tracker,
     "adagc": thresholds.adagc,
-    "quantile": functools.partial(thresholds.quantile, init_limit=NUMBER),
+    "quantile": functools.partial(thresholds.quantile, init_threshold=NUMBER),
     "mean_over_rms": thresholds.mean_over_rms,
-    "of a user": lambda: optaxclip.Threshold(
+    "of a user": lambda: optaxclip.ThresholdRule(
         lambda norms: (norms, norms, NUMBER),
-        lambda norms, state, _: (optaxclip.Limits(norms, norms), state),
+        lambda norms, state, _: (optaxclip.Thresholds(norms, norms), state),
     ),
 }
 SCOPES = {
@@ -39,11 +39,11 @@ SCOPES = {
     "unit": scopes.unit(),
     "muon": scopes.muon(),
 }
-QUANTILE = per_example.quantile_limit(init_limit=NUMBER, count_noise=2.0)
+QUANTILE = per_example.quantile_threshold(init_threshold=NUMBER, count_noise=2.0)
 WRAPPERS = {
     "skip_nonfinite": optaxclip.skip_nonfinite(optax.sgd(0.1, momentum=0.9)),
     "skip_above": optaxclip.skip_above(
-        optax.sgd(0.1, momentum=0.9), thresholds.quantile(init_limit=NUMBER)
+        optax.sgd(0.1, momentum=0.9), thresholds.quantile(init_threshold=NUMBER)
     ),
     "scale_loss": optaxclip.scale_loss(optax.sgd(0.1, momentum=0.9), initial=1.0),
     "record": monitor.record(4),
@@ -55,7 +55,7 @@ WRAPPERS = {
     "events": monitor.events(
         optaxclip.skip_above(
             optax.chain(optaxclip.clip_by_norm(0.5), optax.sgd(0.1, momentum=0.9)),
-            thresholds.quantile(init_limit=NUMBER),
+            thresholds.quantile(init_threshold=NUMBER),
         ),
         4,
     ),

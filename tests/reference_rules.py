@@ -1,4 +1,4 @@
-"""The published limit rules in float64 NumPy, step by step as their papers and code have them.
+"""The published threshold rules in float64 NumPy, step by step as their papers and code have them.
 
 Each takes the norms of all steps and returns a `Trace`. `CASES` has them beside ours, `RULES` holds
 a rule of every kind, `drive` and `run` show what a rule does; and helpers for trees of results.
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip import Threshold, thresholds
+from optaxclip import ThresholdRule, thresholds
 
 
 class Trace(NamedTuple):
-    """One entry per step: the limits, and what the rule knows after the step."""
+    """One entry per step: the thresholds, and what the rule knows after the step."""
 
     trigger: Any
     target: Any
@@ -38,31 +38,31 @@ def percentile(norms, percent, window, *, inclusive, needed):
     rows = []
     for t in range(len(norms)):
         seen = norms[: t + 1] if inclusive else norms[:t]
-        limit = np.percentile(seen[-window:], percent) if len(seen) >= needed else np.inf
-        rows.append((limit, limit))
+        threshold = np.percentile(seen[-window:], percent) if len(seen) >= needed else np.inf
+        rows.append((threshold, threshold))
     return _traced(rows)
 
 
 def scaled_adam(norms, scale, period):
-    ring, limit, rows = np.zeros(period), np.inf, []
+    ring, threshold, rows = np.zeros(period), np.inf, []
     for step, n in enumerate(norms):
         ring[step % period] = n if step else 0.0
         early = step in (10, 20, 40) and step < period
         if step and (early or step % period == 0):
             values = np.sort(ring)[-step:] if early else np.sort(ring)
             m = len(values)
-            limit = (1 + early) * scale * values[min(m - 1, m // 4 * 2)]
-        rows.append((limit, limit))
+            threshold = (1 + early) * scale * values[min(m - 1, m // 4 * 2)]
+        rows.append((threshold, threshold))
     return _traced(rows)
 
 
 def window(norms, num_std, size, *, ddof, min_std, needed):
     rows = []
     for t in range(len(norms)):
-        past, limit = norms[max(0, t - size) : t], np.inf
+        past, threshold = norms[max(0, t - size) : t], np.inf
         if t >= needed:
-            limit = np.mean(past) + num_std * max(np.std(past, ddof=ddof), min_std)
-        rows.append((limit, limit))
+            threshold = np.mean(past) + num_std * max(np.std(past, ddof=ddof), min_std)
+        rows.append((threshold, threshold))
     return _traced(rows)
 
 
@@ -93,23 +93,23 @@ def adagc(norms, relative=1.05, absolute=1.0, beta=0.98, warmup=100):
     gamma, rows = np.full(np.shape(norms)[1], np.inf), []
     for t, n in enumerate(np.asarray(norms)):
         if t < warmup:
-            limit = absolute / np.linalg.norm(n) * n  # which acts if it is below the norm
-            gamma = np.minimum(gamma, np.minimum(limit, n))
+            threshold = absolute / np.linalg.norm(n) * n  # which acts if it is below the norm
+            gamma = np.minimum(gamma, np.minimum(threshold, n))
         else:
-            limit = relative * gamma
-            gamma = beta * gamma + (1 - beta) * np.minimum(n, limit)
-        rows.append((limit, limit, gamma))
+            threshold = relative * gamma
+            gamma = beta * gamma + (1 - beta) * np.minimum(n, threshold)
+        rows.append((threshold, threshold, gamma))
     return _traced(rows)
 
 
 def olmo(norms, ratio=2.0, beta=0.95):
     e, rows = None, []
     for t, n in enumerate(norms):
-        limit = ratio * (n if e is None else e)
+        threshold = ratio * (n if e is None else e)
         if t > 0:
             e = n if e is None else e
-            e += (1 - beta) * (min(n, limit) - e)
-        rows.append((limit, limit, np.nan if e is None else e))
+            e += (1 - beta) * (min(n, threshold) - e)
+        rows.append((threshold, threshold, np.nan if e is None else e))
     return _traced(rows)
 
 
@@ -135,15 +135,15 @@ def axlearn(norms, decay, multiplier, min_count=None):
     mean = square = norms[0]
     count, rows = 0, []
     for n in norms:
-        limit = multiplier * mean
+        threshold = multiplier * mean
         if min_count is not None:
             std = math.sqrt(max(square - mean**2, 0)) if count else 0.0
-            limit = mean + multiplier * std if count >= min_count else np.inf
-        if n <= limit:
+            threshold = mean + multiplier * std if count >= min_count else np.inf
+        if n <= threshold:
             d = decay * (1 - decay**count) / (1 - decay ** (count + 1))
             mean, square = d * mean + (1 - d) * n, d * square + (1 - d) * n**2
             count += 1
-        rows.append((limit, limit, mean, square - mean**2))
+        rows.append((threshold, threshold, mean, square - mean**2))
     return _traced(rows)
 
 
@@ -166,25 +166,25 @@ def mean_over_rms(norms, mean_decay=0.7, square_decay=0.9, eps=1e-8):
         mean = mean_decay * mean + (1 - mean_decay) * n
         square = square_decay * square + (1 - square_decay) * n**2
         means = mean / (1 - mean_decay**t), math.sqrt(square / (1 - square_decay**t))
-        limit = means[0] / (means[1] + eps)
-        rows.append((limit, limit, *means))
+        threshold = means[0] / (means[1] + eps)
+        rows.append((threshold, threshold, *means))
     return _traced(rows)
 
 
-def andrew(norms, target, rate, limit, *, geometric=True):
+def andrew(norms, target, rate, threshold, *, geometric=True):
     rows = []
     for n in norms:
-        step = -rate * (float(n <= limit) - target)
-        after = limit * math.exp(step) if geometric else max(0.0, limit + step)
-        rows.append((limit, limit, after))
-        limit = after
+        step = -rate * (float(n <= threshold) - target)
+        after = threshold * math.exp(step) if geometric else max(0.0, threshold + step)
+        rows.append((threshold, threshold, after))
+        threshold = after
     return _traced(rows)
 
 
 class Case(NamedTuple):
     """A rule of ours and what it follows, from norms to `Trace`."""
 
-    make: functools.partial[Threshold]
+    make: functools.partial[ThresholdRule]
     reference: Callable[[Any], Trace]
 
     @property
@@ -304,7 +304,7 @@ RULES = {
     "zscore, debiased": functools.partial(thresholds.zscore, 0.9, 2.0, 3, debias=True),
     "log tracker": functools.partial(thresholds.log_tracker, 0.9, 2.0),
     "adagc": functools.partial(thresholds.adagc, warmup_steps=5),
-    "quantile": functools.partial(thresholds.quantile, init_limit=1.0),
+    "quantile": functools.partial(thresholds.quantile, init_threshold=1.0),
     "quantile, arithmetic": functools.partial(thresholds.quantile, geometric=False),
 }
 
@@ -322,8 +322,8 @@ def drive(rule, norms):
     """Triggers, targets and states of all steps, for norms with a leading axis of steps."""
 
     def step(state, norm):
-        limits, state = rule.update(norm, state, None)
-        return state, (*limits, state)
+        threshold_values, state = rule.update(norm, state, None)
+        return state, (*threshold_values, state)
 
     return jax.lax.scan(step, rule.init(zeros_like_step(norms)), norms)[1]
 
@@ -332,8 +332,8 @@ def run(rule, norms):
     """The same, step by step."""
     state, rows = rule.init(zeros_like_step(norms)), []
     for i in range(len(jax.tree.leaves(norms)[0])):
-        limits, state = _step(rule, at(norms, i), state)
-        rows.append((*limits, state))
+        threshold_values, state = _step(rule, at(norms, i), state)
+        rows.append((*threshold_values, state))
     return stack(rows)
 
 

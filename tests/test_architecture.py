@@ -97,7 +97,7 @@ def test_no_two_test_files_have_one_name():
     assert len(set(names)) == len(names)
 
 
-BORDER_ALONE = {"reshard", "auto_axes", "typed_like", "use_abstract_mesh"}
+BORDER_ALONE = {"reshard", "auto_axes", "place_on_mesh_of", "use_abstract_mesh"}
 BORDER_ALONE |= {"platform_dependent", "enable_x64"}
 KNOWS_PRIMITIVES = "per_example.ghost.primitives"
 """It tells JAX's primitives by their names."""
@@ -165,7 +165,7 @@ def test_what_only_some_need_is_not_imported():
 FUNCTIONS = {name: value for name, value in public().items() if inspect.isfunction(value)}
 # Parts that other functions take or are made of; the examples of those show them.
 WITHOUT_EXAMPLE = {
-    *("norms.as_norm", "responses.as_response", "thresholds.adaptive", "thresholds.given"),
+    *("norms.as_norm", "responses.as_response", "thresholds.adaptive", "thresholds.fixed"),
     *("responses.clip", "responses.normalize", "responses.smooth"),
 }
 

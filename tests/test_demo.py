@@ -69,7 +69,7 @@ def test_draw_places_steps_and_threshold():
     assert right == [[step, norms[step - 1]] for step in (10, 20, 30, 40)]
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
-    assert names == [demo.UNCLIPPED, "clip_by_global_norm", "limit 1"]
+    assert names == [demo.UNCLIPPED, "clip_by_global_norm", "threshold 1"]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from public_names import public
 
 import optaxclip
-from optaxclip._engine.options import takes
+from optaxclip._engine.options import clip_factory
 
 NAMESPACES = ["accumulate", "ops", "thresholds", "responses", "monitor", "per_example", "tuning"]
 
@@ -58,7 +58,7 @@ def test_what_there_is():
     assert len(PUBLIC) > 50
     shown = {name for name in dir(optaxclip) if not name.startswith("__")}
     namespaces = {*NAMESPACES, "norms", "plots", "scopes"}
-    types = {"ClipByValueState", "ClipInfo", "ClipState", "Limits", "SkipState", "Threshold"}
+    types = {"ClipByValueState", "ClipInfo", "ClipState", "Thresholds", "SkipState", "Threshold"}
     types |= {"Heads", "LossScaleState", "StableAdamState"}
     types |= {"SecondMomentState"}
     types |= {f"{kind}Options" for kind in ("Clip", "Norm", "Place", "Scale", "Stage")}
@@ -68,13 +68,15 @@ def test_what_there_is():
 def test_options_are_shown_one_by_one_also_where_docstrings_have_lost_their_indentation():
     """As on Python 3.13 and later."""
 
-    def clip(limit, **options):
-        del limit, options
+    def clip(threshold, **options):
+        del threshold, options
 
-    clip.__doc__ = "Clips.\n\nArgs:\n  limit: a number.\n  **options: all.\n\nReturns:\n  A tree."
-    before, after = takes(optaxclip.PlaceOptions)(clip).__doc__.split("\n\nReturns:")
+    clip.__doc__ = (
+        "Clips.\n\nArgs:\n  threshold: a number.\n  **options: all.\n\nReturns:\n  A tree."
+    )
+    before, after = clip_factory(optaxclip.ShardingOptions)(clip).__doc__.split("\n\nReturns:")
     assert re.findall(r"^  (\S+): ", before, re.MULTILINE) == [
-        "limit",
+        "threshold",
         "axis_name",
         "specs",
         "name",

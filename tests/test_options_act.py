@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from public_names import GIVEN, public
 
-from optaxclip import Threshold
+from optaxclip import ThresholdRule
 from optaxclip.monitor.noise import NoiseSums
 from optaxclip.per_example.aggregate import PerExampleState
 
@@ -31,12 +31,12 @@ OTHER = {
 # `nonfinite`.
 ELSEWHERE = {"axis_name", "specs", "name", "split", "strict", "norm"}
 TREE = {"w": jnp.ones((2, 4, 6))}
-WITHOUT_OPTIONS = ("thresholds.constant", "thresholds.given", "thresholds.schedule")
+WITHOUT_OPTIONS = ("thresholds.constant", "thresholds.fixed", "thresholds.schedule")
 
 
 def is_made(function):
     returned = inspect.signature(function).return_annotation
-    return returned is Threshold or "Transformation[" in str(returned)
+    return returned is ThresholdRule or "Transformation[" in str(returned)
 
 
 MADE = {
@@ -56,12 +56,12 @@ def first_step(made):
 
     def step(tree):
         state = made.init(tree)
-        if isinstance(made, Threshold):
+        if isinstance(made, ThresholdRule):
             return made.update(tree, state, tree)
         params = None if isinstance(state, PerExampleState) else tree
         return made.update(tree, state, params, **more)
 
-    return step, jnp.ones(2) if isinstance(made, Threshold) else TREE
+    return step, jnp.ones(2) if isinstance(made, ThresholdRule) else TREE
 
 
 def traced(made):

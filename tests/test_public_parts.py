@@ -42,9 +42,9 @@ def is_transformation(returned: Any) -> bool:
     return "Transformation[" in str(returned)
 
 
-# The names of each kind. `given` is for limits at hand, and `adaptive` makes rules.
+# The names of each kind. `given` is for thresholds at hand, and `adaptive` makes rules.
 KINDS = {
-    "rule": returning("thresholds", lambda x: x is optaxclip.Threshold) - {"given", "adaptive"},
+    "rule": returning("thresholds", lambda x: x is optaxclip.ThresholdRule) - {"fixed", "adaptive"},
     "norm": returning("norms", lambda x: x is norms.Norm)
     | {value.name for value in vars(norms).values() if isinstance(value, norms.Norm)},
     "response": returning("responses", lambda _: True),
@@ -149,10 +149,10 @@ TABLES = {
         lambda: loaded("engine/test_wrong_arguments.py")["RULES"],
         {"relative_to_params": "like a constant, it has no state"},
     ),
-    "rules: without a limit": Table(
+    "rules: without a threshold": Table(
         "rule",
         lambda: made_by(*loaded("engine/test_without_limit.py")["RULES"].values()),
-        dict.fromkeys(("quantile", "mean_over_rms"), "has a limit at each step"),
+        dict.fromkeys(("quantile", "mean_over_rms"), "has a threshold at each step"),
     ),
     "rules: references in NumPy": Table(
         "rule that learns",
@@ -161,7 +161,7 @@ TABLES = {
     "rules: what all must do": Table(
         "rule that learns",
         lambda: made_by(*reference_rules.RULES.values()),
-        {"mean_over_rms": "takes no cap: its limit is a factor to normalize by"},
+        {"mean_over_rms": "takes no cap: its threshold is a factor to normalize by"},
     ),
     "rules: wrong values of each argument": Table(
         "argument of a rule",
@@ -175,9 +175,9 @@ TABLES = {
         "rule that learns",
         lambda: cases(
             "thresholds/test_rules_wide.py",
-            "test_where_all_norms_are_beyond_float32_only_a_limit_of_the_users_clips",
+            "test_where_all_norms_are_beyond_float32_only_a_threshold_of_the_users_clips",
         ),
-        {"mean_over_rms": "normalizes: its limit does not grow with the norms"},
+        {"mean_over_rms": "normalizes: its threshold does not grow with the norms"},
     ),
     # Norms.
     "norms: docstring": Table("norm", lambda: named_in(norms.__doc__)),
@@ -206,7 +206,7 @@ TABLES = {
     "responses: by name": Table(
         "response",
         lambda: cases(
-            "engine/test_defaults.py", "test_without_a_limit_every_response_lets_gradients_be"
+            "engine/test_defaults.py", "test_without_a_threshold_every_response_lets_gradients_be"
         ),
         {"clip_with_eps": IN_CODE},
     ),
@@ -218,26 +218,26 @@ TABLES = {
             "clip_with_eps": "that of `clip_by_global_norm(eps=)`",
         },
     ),
-    "responses: without a limit": Table(
+    "responses: without a threshold": Table(
         "response",
         lambda: {x.split("(")[0] for x in loaded("engine/test_without_limit.py")["RESPONSES"]},
     ),
     # Scopes.
     "scopes: docstring": Table("scope", lambda: named_in(scopes.__doc__)),
     "scopes: which.md": Table("scope", lambda: named_in(row("docs/which.md", "| scope"), "scopes")),
-    "scopes: parts_table": Table("scope", lambda: parts_table.SCOPES, {"member": MEMBERS}),
+    "scopes: parts_table": Table("scope", lambda: parts_table.SCOPES, {"ensemble_member": MEMBERS}),
     "scopes: the contract": Table(
-        "scope", lambda: named_in(CONTRACT, "scopes"), {"member": MEMBERS}
+        "scope", lambda: named_in(CONTRACT, "scopes"), {"ensemble_member": MEMBERS}
     ),
     "scopes: promises": Table(
         "scope",
         lambda: loaded("engine/test_promises.py")["SCOPES"],
-        {"member": MEMBERS, "muon": LABELS},
+        {"ensemble_member": MEMBERS, "muon": LABELS},
     ),
     "scopes: derivatives": Table(
         "scope",
         lambda: loaded("engine/test_derivatives.py")["SCOPES"],
-        {"member": MEMBERS, "muon": LABELS},
+        {"ensemble_member": MEMBERS, "muon": LABELS},
     ),
     # Transformations. README's and the reference's tables are compared in `test_site.py`.
     "transformations: the contract": Table(

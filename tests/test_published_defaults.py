@@ -14,7 +14,7 @@ FLOOR, PATIENCE, L2 = {"floor": 1e-8}, {"patience": 20}, {"norm": "l2"}
 ADAGC = {"lambda_rel": 1.04, "lambda_abs": 1.0, "beta": 0.99, "warmup_steps": 100}
 ADAGC |= FLOOR | PATIENCE
 ZSCORE = {"alpha": 0.97, "z_thresh": 2.5, "warmup_steps": 25, "option": "adaptive"}
-QUANTILE = {"target": 0.5, "learning_rate": 0.2, "init_limit": 0.1, "geometric": True}
+QUANTILE = {"target": 0.5, "learning_rate": 0.2, "init_threshold": 0.1, "geometric": True}
 HISTORY = {"mean_decay": 0.7, "square_decay": 0.9, "eps": 1e-8, **FLOOR}
 BY_ENGINE = {"nonfinite": "nan", "strict": False}
 LIFTED = {"response": "clip", "split": "uniform"}
@@ -33,7 +33,7 @@ THRESHOLDS = {
         **FLOOR,
         **PATIENCE,
     },
-    "log_tracker": {"decay": 0.995, "num_std": 4.0, "min_limit": 0.0, "reject": True, **FLOOR},
+    "log_tracker": {"decay": 0.995, "num_std": 4.0, "min_threshold": 0.0, "reject": True, **FLOOR},
     "mean_over_rms": HISTORY,
     "median": {"scale": 2.0, "window": 100, "every_step": False, **FLOOR},
     "percentile": {
@@ -80,17 +80,17 @@ METHODS = {
 OTHERS = [
     (
         accumulate.value_and_grad,
-        {"argnums": 0, "batch_argnums": 1, "dtype": jnp.float32, "reject": "nonfinite"},
+        {"argnums": 0, "batch_argnums": 1, "dtype": jnp.float32, "reject_rule": "nonfinite"},
     ),
     (monitor.events, {"window": 1000, **L2}),
-    (monitor.format_fit, {"dtype": jnp.float16, "lost": 0.001}),
+    (monitor.dtype_fit, {"dtype": jnp.float16, "max_lost_fraction": 0.001}),
     (monitor.histogram, {"every": 100, "of": "updates"}),
     (monitor.json_line, {"top": 0}),
     (monitor.metrics, {"prefix": "", "top": 0}),
     (monitor.noise_scale, {"decay": 0.99}),
     (monitor.record, {"window": 1000, "stats": ("norm",), **L2}),
     (monitor.scalars, {"prefix": "", "top": 0}),
-    (monitor.verdict, {"roll_back_after": 10}),
+    (monitor.step_status, {"roll_back_after": 10}),
     (ops.clip_cotangent, {"nonfinite": "nan"}),
     (ops.global_norm, L2),
     (optaxclip.skip_nonfinite, {"max_consecutive": None}),
@@ -114,7 +114,7 @@ OTHERS = [
             "maximum": 2.0**24,
         },
     ),
-    (optaxclip.skip_above, {"of": "gradients", "max_consecutive": 20, **L2}),
+    (optaxclip.skip_above, {"check": "gradients", "max_consecutive": 20, **L2}),
     (per_example.clip_sum, LIFTED),
     (per_example.clipped_grad, {"argnums": 0, "has_aux": False, "method": "vmap", **LIFTED}),
     (per_example.grad_norms, {"argnums": 0, "method": "ghost"}),
@@ -123,14 +123,14 @@ OTHERS = [
     (per_example.noisy_mean, {"relation": "add_or_remove_one"}),
     (optaxclip.per_example_layer_norm_clip, {"uniform": True}),
     (
-        per_example.quantile_limit,
-        {**QUANTILE, "count_noise": 0.0, "min_limit": 0.0, "max_limit": np.inf},
+        per_example.quantile_threshold,
+        {**QUANTILE, "count_noise": 0.0, "min_threshold": 0.0, "max_threshold": np.inf},
     ),
     (responses.auto_s, {"gamma": 0.01}),
     (responses.clip_with_eps, {"eps": 1e-6}),
     (responses.band, {"low": 1 / 3, "min_factor": 0.0, "max_factor": np.inf}),
     (scopes.leaf, {"stacked": 0}),
-    (scopes.member, {"axis": 0}),
+    (scopes.ensemble_member, {"axis": 0}),
     (scopes.unit, {"axis": None, "stacked": 0}),
     (tuning.sweep, {"seeds": 1}),
 ]

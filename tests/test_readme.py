@@ -75,7 +75,7 @@ def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
     docs = README.parent / "docs"
     monkeypatch.syspath_prepend(docs)
     pictures = importlib.import_module("pictures")
-    smaller = {"DOCS": tmp_path, "STEPS": 20, "SWEEP_STEPS": 10, "LIMITS": [1.0, 3.0]}
+    smaller = {"DOCS": tmp_path, "STEPS": 20, "SWEEP_STEPS": 10, "THRESHOLDS": [1.0, 3.0]}
     for name, value in smaller.items():
         monkeypatch.setattr(pictures, name, value)
     for name, value in {"LENGTH": 20, "BATCH": 2, "HELD_OUT_WINDOWS": 2}.items():

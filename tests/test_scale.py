@@ -105,22 +105,22 @@ def made_up(study, table, ended):
         end = ended(run)
         keys = dict(zip(KEYS, (study.name, *run[:5]), strict=True))
         cells = dict.fromkeys(COLUMNS, "") | {"start": 5.5, "end": end, "norm": 0.8, "lost": 0}
-        table.add(**keys, **cells | {"rate": run.rate, "limit": run.limit, "seconds": 0})
+        table.add(**keys, **cells | {"rate": run.rate, "threshold": run.threshold, "seconds": 0})
 
     return add
 
 
-def test_rates_and_limits_are_found_by_runs_of_their_own(corpus, table, monkeypatch):
+def test_rates_and_thresholds_are_found_by_runs_of_their_own(corpus, table, monkeypatch):
     study = Study(SMALL, corpus, table)
 
     def ended(run):
-        of_limit = abs(math.log(run.limit / 0.2)) if math.isfinite(run.limit) else 1.0
-        return 2 + abs(math.log2(run.rate * 2**9)) + 0.1 * of_limit
+        of_threshold = abs(math.log(run.threshold / 0.2)) if math.isfinite(run.threshold) else 1.0
+        return 2 + abs(math.log2(run.rate * 2**9)) + 0.1 * of_threshold
 
     monkeypatch.setattr(study, "add", made_up(study, table, ended))
     scale.run(study, math.inf)
     rows = list(table.rows.values())
-    # Of no limit 1 is added as 0.1; the best constant is the one that costs nothing.
+    # Of no threshold 1 is added as 0.1; the best constant is the one that costs nothing.
     line = next(x for x in scale.tables(rows).splitlines() if x.startswith(f"| {BEST} | "))
     assert line == f"| {BEST} |" + " -0.100 ± 0.000 |" * len(CASES)
     finding = [row for row in rows if row["seed"] == str(FINDING)]
@@ -129,8 +129,8 @@ def test_rates_and_limits_are_found_by_runs_of_their_own(corpus, table, monkeypa
     told = [row for row in rows if row["seed"] == "0" and row["optimizer"] == "muon"]
     assert {row["rate"] for row in told if row["case"] != "rate too high"} == {str(2**-9)}
     assert {row["rate"] for row in told if row["case"] == "rate too high"} == {str(4 * 2**-9)}
-    assert {row["limit"] for row in told if row["method"] == BEST} == {str(0.8 / 4)}
-    assert {row["limit"] for row in told if row["method"] == NONE} == {"inf"}
+    assert {row["threshold"] for row in told if row["method"] == BEST} == {str(0.8 / 4)}
+    assert {row["threshold"] for row in told if row["method"] == NONE} == {"inf"}
     assert scale.missing(rows) == ""
 
 
@@ -190,8 +190,8 @@ def test_each_case_of_the_decoder(optimizer, method, corpus, table):
     study = Study(SMALL, corpus, table)
     found = {}
     for case in CASES:
-        limit = 0.2 if method == BEST else math.inf
-        found[case], row = losses(study, run_of(optimizer, case, method, limit=limit))
+        threshold = 0.2 if method == BEST else math.inf
+        found[case], row = losses(study, run_of(optimizer, case, method, threshold=threshold))
         if method != "autoclip":  # the norms of each seed decide
             assert (float(row["clipped"]) > 0) == (method == BEST), case
     # In float16 the loss was multiplied, and gradients divided: nothing else is different.

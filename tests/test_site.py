@@ -66,7 +66,7 @@ def test_code_runs(page, block):
         assert found["losses"][-1] < found["losses"][0] / 2
     if "record" in found:
         record = {name.split("/")[-1]: value for name, value in found["record"].items()}
-        assert (record["norm"], record["limit"]) == (5.0, 1.0)
+        assert (record["norm"], record["threshold"]) == (5.0, 1.0)
         assert record["factor"] == pytest.approx(0.2)
     if "norm" in found:
         assert float(found["norm"]) == 5.0
@@ -81,7 +81,7 @@ def test_code_runs(page, block):
         assert log["scale_loss/num_skipped"] > 0
         assert log["scale_loss/loss_scale"] == 2.0 ** (17 - log["scale_loss/num_skipped"])
     if "suggestion" in found:
-        assert found["suggestion"].limit > np.median(found["norms"])
+        assert found["suggestion"].threshold > np.median(found["norms"])
     if "epsilon" in found:
         assert 5.0 < found["epsilon"] < 10.0
     if "split" in found:
@@ -92,7 +92,7 @@ def test_code_runs(page, block):
     if "last_factor" in found:
         assert found["last_factor"] == pytest.approx(0.4)
     if "unit_norms" in found:
-        np.testing.assert_allclose(found["unit_norms"], found["unit_limits"], 1e-6)
+        np.testing.assert_allclose(found["unit_norms"], found["unit_thresholds"], 1e-6)
     if "verdict" in found:
         assert found["verdict"] == "skipped"
     if "bad" in found:
@@ -106,7 +106,7 @@ def test_code_runs_in_a_process_of_its_own(name):
     skip_without_packages(ALONE[name])
     code = f"{ALONE[name]}\nassert losses[-1] < losses[0] / 2\n"
     if name == "wandb":
-        code += "assert logged['clip_by_global_norm/limit'] == 1.0\n"
+        code += "assert logged['clip_by_global_norm/threshold'] == 1.0\n"
         # The summary has no last step before the run ends. Three entries alike share a bin.
         code += "shown = dict(logged['histogram/w'])\n"
         code += "low, high = shown['bins']\n"
@@ -225,7 +225,7 @@ def test_the_reference_names_options_once(docstrings):
     assert "checkify" not in text  # what they mean stands on a page of its own
     # What all of a kind say is added by decorators.
     assert text.count("Returns:") == text.count("Raises:") == 1
-    assert "A `Threshold`" in package["thresholds.moving.zscore"].docstring.value
+    assert "A `ThresholdRule`" in package["thresholds.moving.zscore"].docstring.value
 
 
 def test_the_reference_shows_the_values_of_defaults(docstrings):

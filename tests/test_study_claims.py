@@ -21,7 +21,7 @@ def made(optimizer, method, rate, fault, loss):
             "learning_rate": 0.1,
             "fault": fault,
             "seed": seed,
-            "limit": None,
+            "threshold": None,
             "held_out": [3.0] + [None if loss is None else loss + 0.01 * seed] * (EVALUATIONS - 1),
             "clipped": 0.0,
             "onset": None,

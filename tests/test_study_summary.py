@@ -48,7 +48,7 @@ def run(pair, method, case, seed):
         "learning_rate": 0.01,
         "fault": case.fault,
         "seed": seed,
-        "limit": 0.25 if method == "constant (best)" else None,
+        "threshold": 0.25 if method == "constant (best)" else None,
         "held_out": losses,
         "clipped": 0.25 * (method == "helper"),
         "onset": onset,
@@ -250,7 +250,7 @@ def test_the_data_says_what_was_found(written, found):
     assert [row[name] for name in ("helps", "harms", "pairs", "lost")] == ["2", "0", "2", "0"]
     assert (row["back"], row["never_back"], row["clipped"]) == ("0", "", "25")
     alone = {x["method"]: x for x in data if (x["tasks"], x["fault"]) == ("text, adamw", "spikes")}
-    assert (alone["constant (best)"]["limit"], alone["helper"]["rate"]) == ("0.25", "0.01")
+    assert (alone["constant (best)"]["threshold"], alone["helper"]["rate"]) == ("0.25", "0.01")
     times = {x["method"]: x["time"] for x in data if x["time"]}
     assert times == {"constant (best)": "1.00", "helper": "1.00", "harmer": "2.00", "idle": "1.00"}
 

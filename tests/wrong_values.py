@@ -6,17 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 
 NO_STEPS = [0, 1.5, jnp.int32(4)]
-NO_LIMITS = [-1.0, math.nan, "a"]
+NO_THRESHOLDS = [-1.0, math.nan, "a"]
 WRONG_VALUES = {
     "clip_by_moving_max": {"decay": [-0.1, 2, None], "stacked": [jnp.int32(1)]},
     "clip_by_second_moment": {
         "decay": [1.5],
         "reset_every": NO_STEPS,
-        "threshold": NO_LIMITS,
+        "threshold": NO_THRESHOLDS,
         "warmup_steps": [-1],
     },
     "clip_by_spectral_norm": {
-        "limit": [*NO_LIMITS, np.ones(2)],
+        "threshold": [*NO_THRESHOLDS, np.ones(2)],
         "iterations": [0, 2.5, jnp.int32(3)],
         "mode": ["medium"],
         "nonfinite": ["no"],
@@ -24,13 +24,13 @@ WRONG_VALUES = {
     },
     "norms.lp": {"p": [0, -1, 64.5, 65, math.nan, -math.inf]},
     "normalize_by_norm_history": {"eps": [-1], "mean_decay": [2.0], "square_decay": [-1]},
-    "per_example.quantile_limit": {
+    "per_example.quantile_threshold": {
         "target": [-1.0, math.nan, 1.5],
         "count_noise": [-1.0, math.nan],
-        "init_limit": [-1.0, math.nan],
+        "init_threshold": [-1.0, math.nan],
         "learning_rate": [-1.0, math.nan],
-        "max_limit": [-1.0, math.nan],
-        "min_limit": [-1.0, math.nan],
+        "max_threshold": [-1.0, math.nan],
+        "min_threshold": [-1.0, math.nan],
     },
     "responses.auto_s": {"gamma": [-1.0, math.inf, math.nan]},
     "responses.band": {
@@ -39,7 +39,7 @@ WRONG_VALUES = {
         "min_factor": [-1, math.inf],
     },
     "skip_above": {
-        "limit": [*NO_LIMITS, None, np.ones(2)],
+        "threshold": [*NO_THRESHOLDS, None, np.ones(2)],
         "max_consecutive": [0, -1, 1.5, "a"],
         "norm": ["l3"],
     },
@@ -57,11 +57,11 @@ WRONG_VALUES = {
         "target_decay": [1.1],
         "target_ratio": [-1.0],
     },
-    "thresholds.log_tracker": {"decay": [1.1], "min_limit": [-1.0], "num_std": [-1.0]},
+    "thresholds.log_tracker": {"decay": [1.1], "min_threshold": [-1.0], "num_std": [-1.0]},
     "thresholds.mean_over_rms": {"eps": [-1.0], "mean_decay": [1.1], "square_decay": [1.1]},
     "thresholds.median": {"scale": [-1.0], "window": [0]},
     "thresholds.percentile": {"percentile": [-1.0, 101.0, "a"], "window": [0, 2.5, None]},
-    "thresholds.quantile": {"init_limit": [-1.0], "learning_rate": [-1.0], "target": [1.1]},
+    "thresholds.quantile": {"init_threshold": [-1.0], "learning_rate": [-1.0], "target": [1.1]},
     "thresholds.relative_to_params": {"eps": [-1.0], "ratio": [-1.0]},
     "thresholds.window": {
         "ddof": [2, -1],

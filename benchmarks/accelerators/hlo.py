@@ -115,9 +115,9 @@ class Module:
             return loop.trips
         condition = self.computations[loop.condition]
         if condition.root.opcode == "compare" and "direction=LT" in condition.root.rest:
-            limit = condition.operand(condition.root.operands[1])
-            if limit.opcode == "constant":
-                return int(limit.arguments)
+            threshold = condition.operand(condition.root.operands[1])
+            if threshold.opcode == "constant":
+                return int(threshold.arguments)
         return self.turns
 
 

@@ -40,9 +40,9 @@ def _statistics(*stats: str) -> Build:
     return build
 
 
-def _skipping(skip: Callable[..., Step], *limit: float) -> Build:
+def _skipping(skip: Callable[..., Step], *threshold: float) -> Build:
     clipped = _before(optaxclip.clip_by_global_norm, 1.0)
-    return lambda **told: skip(clipped(**told), *limit, **told)
+    return lambda **told: skip(clipped(**told), *threshold, **told)
 
 
 def _stable_adamw(direction: Step) -> Step:

@@ -15,7 +15,7 @@ from benchmarks.times.seeds import loss, trained
 from optaxclip import per_example
 
 SMALL, SEEDS, STEPS = FULL.network, FULL.seeds, FULL.scanned
-LARGE, BATCH, LIMIT = (784, 256, 256, 10), 256, 1.0
+LARGE, BATCH, THRESHOLD = (784, 256, 256, 10), 256, 1.0
 
 
 def seeds(tx: Step, device: str) -> Compiled:
@@ -39,7 +39,7 @@ def examples(way: str, device: str, dtype: Any, size: int) -> Compiled:
 
 
 def _with_ours(size: int) -> Any:
-    clipped = per_example.clipped_grad(loss, LIMIT, microbatch_size=size)
+    clipped = per_example.clipped_grad(loss, THRESHOLD, microbatch_size=size)
     return lambda *args: clipped(*args).grads
 
 
@@ -48,7 +48,7 @@ def _with_jax_privacy(size: int) -> Any:
 
     return clipping.clipped_grad(
         loss,
-        l2_clip_norm=LIMIT,
+        l2_clip_norm=THRESHOLD,
         batch_argnums=(1, 2),
         keep_batch_dim=False,
         microbatch_size=None if size == BATCH else size,

@@ -1,4 +1,4 @@
-"""How soon each limit rule lets gradients pass again after their norms have risen for good.
+"""How soon each threshold rule lets gradients pass again after their norms have risen for good.
 
 Norms are lognormal with a log-std of 0.1, 1000 steps at level 1 and then 4000 at level L. The
 figure is how many steps after the rise the mean multiplier over the next 50 steps is back at 0.95;
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip import Threshold, thresholds
+from optaxclip import ThresholdRule, thresholds
 
 BEFORE, AFTER, SPAN, ENOUGH = 1000, 4000, 50, 0.95
 LEVELS = (2.0, 5.0, 50.0)
@@ -32,25 +32,25 @@ class Subject(NamedTuple):
     Attributes:
       make: makes the rule, given `patience` and `floor` where it takes them.
       original: the figures of the original.
-      skips: whether a norm above the limit stops the whole step.
+      skips: whether a norm above the threshold stops the whole step.
     """
 
-    make: Callable[..., Threshold]
+    make: Callable[..., ThresholdRule]
     original: tuple[float, ...] | None = None
     skips: bool = False
 
-    def published(self) -> Threshold:
+    def published(self) -> ThresholdRule:
         """The rule as published."""
         options = {"patience": None, "floor": 0.0}
         taken = inspect.signature(self.make).parameters
         return self.make(**{name: options[name] for name in options if name in taken})
 
 
-def _percentile(*numbers: float, **options: Any) -> Callable[..., Threshold]:
+def _percentile(*numbers: float, **options: Any) -> Callable[..., ThresholdRule]:
     return functools.partial(thresholds.percentile, *numbers, **options)
 
 
-def _autoclip(percent: float) -> Callable[..., Threshold]:
+def _autoclip(percent: float) -> Callable[..., ThresholdRule]:
     return _percentile(percent, 1000, inclusive=True, warmup_steps=0)
 
 
@@ -101,18 +101,20 @@ def rising_norms(levels: Any = LEVELS, seed: int = 0) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="skips")
 @functools.partial(jax.vmap, in_axes=(None, 0, None))
-def multipliers(rule: Threshold, norms: jax.Array, skips: bool = False) -> jax.Array:
+def multipliers(rule: ThresholdRule, norms: jax.Array, skips: bool = False) -> jax.Array:
     """What each step is multiplied by."""
 
     def step(state: Any, norm: jax.Array) -> tuple[Any, jax.Array]:
-        limits, state = rule.update(norm, state, None)
-        target = jnp.zeros_like(norm) if skips else jnp.minimum(limits.target, norm)
-        return state, jnp.where(norm > limits.trigger, target, norm) / norm
+        threshold_values, state = rule.update(norm, state, None)
+        target = jnp.zeros_like(norm) if skips else jnp.minimum(threshold_values.target, norm)
+        return state, jnp.where(norm > threshold_values.trigger, target, norm) / norm
 
     return jax.lax.scan(step, rule.init(norms[0]), norms)[1]
 
 
-def steps_to_recover(rule: Threshold, levels: Any = LEVELS, *, skips: bool = False) -> list[float]:
+def steps_to_recover(
+    rule: ThresholdRule, levels: Any = LEVELS, *, skips: bool = False
+) -> list[float]:
     """For each level the steps until the multiplier has recovered."""
     found = []
     for values in np.asarray(multipliers(rule, rising_norms(levels), skips), np.float64):

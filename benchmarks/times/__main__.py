@@ -1,4 +1,4 @@
-"""What a clip costs on this machine, beside Optax, PyTorch and the limit of memory.
+"""What a clip costs on this machine, beside Optax, PyTorch and the threshold of memory.
 
 python -m benchmarks.times
 python -m benchmarks.times --quick --json figures.json

@@ -32,11 +32,11 @@ READ, SCALE, PLAIN = "read", "scale in place", "plain norm"
 CLIPS = {OURS: optaxclip.clip_by_global_norm, THEIRS: optax.clip_by_global_norm}
 
 
-def _plain_clip(limit: Array) -> optax.GradientTransformation:
+def _plain_clip(threshold: Array) -> optax.GradientTransformation:
     def clip(grads: PyTree, params: PyTree) -> PyTree:
         del params
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
-        factor = limit / jnp.maximum(norm, limit)
+        factor = threshold / jnp.maximum(norm, threshold)
         return jax.tree.map(lambda leaf: leaf * factor, grads)
 
     return optax.stateless(clip)
@@ -48,7 +48,7 @@ COPIES = 8
 
 
 def alone(effort: Effort, tell: Tell) -> list[Row]:
-    """The clip by the global norm, in place, beside the limit of what memory allows."""
+    """The clip by the global norm, in place, beside the threshold of what memory allows."""
     rows = []
     trees = {
         "one leaf": leaves(1, effort.entries),
@@ -139,7 +139,7 @@ def in_place(
         if way in (READ, SCALE):
             continue
         figures = beside_optax(times, way)
-        figures["of_limit"] = ratio(times[way], times[READ] + times[SCALE])
+        figures["of_threshold"] = ratio(times[way], times[READ] + times[SCALE])
         if way in CLIPS and (more := programs[way].temporary_bytes) is not None:
             figures["extra_memory"] = 100 * more / size
         rows.append(Row(case, way, figures))
@@ -159,10 +159,10 @@ def _clip_program(way: str, grads: PyTree) -> Program:
 
 
 def clip(way: str, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
-    """A clip by a limit that falls, so that every call clips."""
-    grads, limit = carry
-    tx = WITH_FLOOR[way](limit)
-    return tx.update(grads, tx.init(grads))[0], limit * FALL
+    """A clip by a threshold that falls, so that every call clips."""
+    grads, threshold = carry
+    tx = WITH_FLOOR[way](threshold)
+    return tx.update(grads, tx.init(grads))[0], threshold * FALL
 
 
 def torch_way(shapes: PyTree, dtype: jax.typing.DTypeLike) -> dict[str, Way]:

@@ -65,12 +65,12 @@ def _rows(
 def _clip_rows(case: str, shapes: PyTree, dtype: str, rounds: int) -> list[Row]:
     grads = filled(shapes, dtype)
     size = num_bytes(grads)
-    memory = {"grads": grads, "limit": jnp.asarray(NORM / 2)}
+    memory = {"grads": grads, "threshold": jnp.asarray(NORM / 2)}
     memory |= {"total": jnp.zeros(()), "one": jnp.ones(())}
     programs = {
         READ: Turn(_read, memory, ("total",), ("grads",)),
         SCALE: Turn(scale, memory, ("grads", "one")),
-        **{way: Turn(partial(clip, way), memory, ("grads", "limit")) for way in CLIPS},
+        **{way: Turn(partial(clip, way), memory, ("grads", "threshold")) for way in CLIPS},
     }
     return in_place(case, programs, torch_way(shapes, dtype), size, rounds)
 

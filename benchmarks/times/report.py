@@ -16,7 +16,7 @@ from benchmarks.times.timing import Spread
 COLUMNS = {
     "ms": "ms",
     "added_ms": "added, ms",
-    "of_limit": "of read + scale",
+    "of_threshold": "of read + scale",
     "of_reads": "of a read",
     "of_optax": "of Optax",
     "of_step": "of the step, %",

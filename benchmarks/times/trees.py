@@ -17,7 +17,7 @@ from optaxclip._base.types import PyTree
 
 TOKENS, POSITIONS = 8192, 1024
 NORM = 10.0
-# Of the limit from one call of an in-place clip to the next, so that every call acts.
+# Of the threshold from one call of an in-place clip to the next, so that every call acts.
 FALL = 0.999
 
 
@@ -61,8 +61,8 @@ def num_bytes(tree: PyTree) -> int:
 def free_bytes() -> float:
     """What JAX's first device has left; without end where the system does not tell."""
     stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
+    if stats and "bytes_threshold" in stats:
+        return stats["bytes_threshold"] - stats["bytes_in_use"]
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):
@@ -104,12 +104,12 @@ def torch_clip(shapes: PyTree, dtype: jax.typing.DTypeLike) -> Callable[[], obje
         # Only its gradient is touched.
         parameters.append(torch.empty((), dtype=grad.dtype, device=device).expand(shape))
         parameters[-1].grad = grad
-    limit = NORM / 2
+    threshold = NORM / 2
 
     def call() -> None:
-        nonlocal limit
-        limit *= FALL
-        torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
+        nonlocal threshold
+        threshold *= FALL
+        torch.nn.utils.clip_grad_norm_(parameters, threshold, foreach=True)
         if on_gpu:
             torch.cuda.synchronize()
 

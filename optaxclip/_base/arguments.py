@@ -16,29 +16,29 @@ import numpy as np
 from jax.core import Tracer
 
 
-def checked_int(value: Any, minimum: int, argument: str) -> int:
+def check_int(value: Any, minimum: int, argument: str) -> int:
     """`value`, checked to be an int of Python or NumPy that is at least `minimum`."""
-    refuse_arrays(value, argument)
+    check_static(value, argument)
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(
-            f"{argument} must be an int of at least {minimum}, got {value!r}{one_of_several(value)}"
+            f"{argument} must be an int of at least {minimum}, got {value!r}{chain_hint(value)}"
         ) from None
     if number < minimum:
         raise ValueError(f"{argument} must be an int of at least {minimum}, got {value!r}")
     return number
 
 
-def checked_count(value: Any, argument: str, minimum: int = 1) -> Any:
+def check_int_or_scalar(value: Any, argument: str, minimum: int = 1) -> Any:
     """`value`, checked to be an int or an integer scalar of JAX that is at least `minimum`.
 
     Traced values are not compared with `minimum`.
     """
     if not isinstance(value, jax.Array):
-        return min(checked_int(value, minimum, argument), 2**31 - 1)
+        return min(check_int(value, minimum, argument), 2**31 - 1)
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{argument} must be an integer, got an array of dtype {value.dtype}")
     if value.shape:
@@ -48,28 +48,28 @@ def checked_count(value: Any, argument: str, minimum: int = 1) -> Any:
     return value
 
 
-def checked_name(value: Any) -> str:
+def check_name(value: Any) -> str:
     """The name of a transformation, checked to be a non-empty string."""
     if not isinstance(value, str) or not value:
         raise TypeError(f"name must be a non-empty string, got {value!r}")
     return value
 
 
-def checked_bool(value: Any, argument: str, remedy: str = "") -> bool:
+def check_bool(value: Any, argument: str, hint: str = "") -> bool:
     """`value`, checked to be True or False; `remedy` ends the message."""
     if not isinstance(value, bool):
-        raise TypeError(f"{argument} must be True or False, got {short(value)}{remedy}")
+        raise TypeError(f"{argument} must be True or False, got {short_repr(value)}{hint}")
     return value
 
 
-def checked_choice(value: Any, choices: Collection[Any], argument: str) -> Any:
+def check_choice(value: Any, choices: Collection[Any], argument: str) -> Any:
     """`value`, checked to be one of the choices."""
     if value not in choices:
         raise ValueError(f"{argument} must be one of {list(choices)}, got {value!r}")
     return value
 
 
-def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
+def normalize_axis_names(axis_name: Any) -> tuple[str, ...] | None:
     """`axis_name`, checked, as a tuple."""
     if axis_name is None:
         return None
@@ -79,7 +79,7 @@ def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def refuse_arrays(value: Any, argument: str) -> None:
+def check_static(value: Any, argument: str) -> None:
     """Refuses a JAX array for an argument whose value decides what program is compiled."""
     if isinstance(value, jax.Array):
         raise TypeError(
@@ -88,18 +88,18 @@ def refuse_arrays(value: Any, argument: str) -> None:
         )
 
 
-def is_uncalled(value: Any, package: str) -> bool:
+def is_uncalled_factory(value: Any, package: str) -> bool:
     """Whether a value is a function of this package that the user forgot to call."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", ".")
     return isinstance(module, str) and f"{module}.".startswith(f"{package}.") and "." not in name
 
 
-def refuse_uncalled(value: Any, package: str, argument: str, namespace: str) -> None:
+def check_called(value: Any, package: str, argument: str, namespace: str) -> None:
     """Refuses a function of a package, such as `optaxclip.methods`, that the user forgot to call.
 
     Users find it in `namespace`, such as `optaxclip`.
     """
-    if is_uncalled(value, package):
+    if is_uncalled_factory(value, package):
         name = getattr(value, "__name__", "")
         raise TypeError(
             f"{argument} must be what {name} returns, not {name} itself: call it, as in "
@@ -107,24 +107,26 @@ def refuse_uncalled(value: Any, package: str, argument: str, namespace: str) -> 
         )
 
 
-_LIMITS = ("max_norm", "threshold", "clipping", "max_delta", "limit", "c", "tau")
-"""What our own functions call a limit, and what others do."""
-_LIMITS_OF_OTHERS = (
+_THRESHOLDS = ("max_norm", "threshold", "clipping", "max_delta", "threshold", "c", "tau")
+"""What our own functions call a threshold, and what others do."""
+_FOREIGN_THRESHOLD_NAMES = (
     *("clip", "clip_norm", "clip_threshold", "clip_value", "clipnorm", "clipvalue", "grad_clip"),
     *("global_clipnorm", "gradient_clip_val", "l2_norm_clip", "max_grad_norm", "max_value"),
 )
 
 
-def near_miss(given: str, names: Iterable[str]) -> str:
+def did_you_mean(args: str, names: Iterable[str]) -> str:
     """The end of a message about an unknown name: the one that is meant, if it can be told."""
     names = list(names)
-    limits = [name for name in names if name in _LIMITS]
-    is_limit = given in _LIMITS or given in _LIMITS_OF_OTHERS
-    near = limits if limits and is_limit else difflib.get_close_matches(given, names, n=1)
+    thresholds = [name for name in names if name in _THRESHOLDS]
+    is_threshold = args in _THRESHOLDS or args in _FOREIGN_THRESHOLD_NAMES
+    near = (
+        thresholds if thresholds and is_threshold else difflib.get_close_matches(args, names, n=1)
+    )
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def accepts(fn: Callable[..., Any], *args: Any) -> bool:
+def accepts_args(fn: Callable[..., Any], *args: Any) -> bool:
     """Whether a function can be called with these arguments; False if it does not tell."""
     try:
         inspect.signature(fn).bind(*args)
@@ -133,7 +135,7 @@ def accepts(fn: Callable[..., Any], *args: Any) -> bool:
     return True
 
 
-def one_of_several(value: Any) -> str:
+def chain_hint(value: Any) -> str:
     """The end of a message about a transformation in the place of something else."""
     is_transformation = hasattr(value, "init") and hasattr(value, "update")
     hint = "; of several transformations make one, optax.chain(clip, optimizer)"
@@ -149,7 +151,7 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def short(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """The `repr` of a value for a message: on one line, cut to 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -158,7 +160,9 @@ def short(value: Any) -> str:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def asks(too_many: str = "", /, **instead: str) -> Callable[[Function], Function]:
+def validate_call(
+    too_many_hint: str = "", /, **replacements: str
+) -> Callable[[Function], Function]:
     """A decorator that refuses keywords that a function lacks, and names the most similar keyword.
 
     `too_many` ends the message about too many arguments. `instead` says, for keywords of other
@@ -170,25 +174,27 @@ def asks(too_many: str = "", /, **instead: str) -> Callable[[Function], Function
 
         @functools.wraps(fn)
         def checked(*args: Any, **keywords: Any) -> Any:
-            refuse_unknown(fn.__name__, keywords, [*parameters], instead)
-            refuse_misfit(fn.__name__, parameters.values(), args, keywords, too_many)
+            check_keywords(fn.__name__, keywords, [*parameters], replacements)
+            check_signature(fn.__name__, parameters.values(), args, keywords, too_many_hint)
             return fn(*args, **keywords)
 
-        of_same_type: Any = checked
-        return of_same_type
+        wrapped: Any = checked
+        return wrapped
 
     return decorate
 
 
-def makes_transformation(once: str = "", too_many: str = "") -> Callable[[Function], Function]:
-    """`asks` for a function that makes a transformation; `once` is as in `takes_no_gradients`."""
+def transformation_factory(
+    one_shot_call: str = "", too_many_hint: str = ""
+) -> Callable[[Function], Function]:
+    """`asks` for a function that makes a transformation; `once` is as in `explain_gradient_arguments`."""
 
     def decorate(fn: Function) -> Function:
-        asked = asks(too_many)(fn)
+        asked = validate_call(too_many_hint)(fn)
 
         @functools.wraps(fn)
         def checked(*args: Any, **keywords: Any) -> Any:
-            with takes_no_gradients(fn.__name__, args, once):
+            with explain_gradient_arguments(fn.__name__, args, one_shot_call):
                 return asked(*args, **keywords)
 
         of_same_type: Any = checked
@@ -197,26 +203,26 @@ def makes_transformation(once: str = "", too_many: str = "") -> Callable[[Functi
     return decorate
 
 
-def refuse_unknown(
+def check_keywords(
     name: str, keywords: Iterable[str], allowed: Collection[str], instead: Mapping[str, str]
 ) -> None:
     """Refuses keywords that a function does not take."""
     for keyword in keywords:
         if keyword not in allowed:
             hint = instead.get(keyword)
-            hint = f": {hint}." if hint else near_miss(keyword, allowed) or "."
+            hint = f": {hint}." if hint else did_you_mean(keyword, allowed) or "."
             raise TypeError(
                 f"{name}() got an unexpected keyword argument {keyword!r}{hint} It takes "
                 f"{[*allowed]}"
             )
 
 
-def refuse_misfit(
+def check_signature(
     name: str,
     parameters: Iterable[inspect.Parameter],
     args: Sequence[Any],
     keywords: Mapping[str, Any],
-    too_many: str = "",
+    too_many_hint: str = "",
 ) -> None:
     """Refuses too many arguments, and calls without an argument that has no default.
 
@@ -227,7 +233,7 @@ def refuse_misfit(
     if len(args) > len(positional):
         raise TypeError(
             f"{name}() takes the positional arguments {positional}, got {len(args)}; pass by name "
-            f"{[p.name for p in named if p.name not in positional]}{too_many}"
+            f"{[p.name for p in named if p.name not in positional]}{too_many_hint}"
         )
     given = {*positional[: len(args)], *keywords}
     required = [p.name for p in named if p.default is p.empty]
@@ -244,7 +250,9 @@ def refuse_misfit(
 
 
 @contextlib.contextmanager
-def takes_no_gradients(name: str, given: Iterable[Any], once: str = "") -> Iterator[None]:
+def explain_gradient_arguments(
+    name: str, args: Iterable[Any], one_shot_call: str = ""
+) -> Iterator[None]:
     """Explains the error of a function that makes transformations but was given gradients.
 
     `given` are the arguments without a keyword; `once` is the call that clips gradients once, if
@@ -253,16 +261,16 @@ def takes_no_gradients(name: str, given: Iterable[Any], once: str = "") -> Itera
     try:
         yield
     except (TypeError, ValueError) as error:
-        if not any(map(holds_arrays, given)):
+        if not any(map(has_float_arrays, args)):
             raise
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
-            f"{error}. {name} makes a transformation: for gradients, {f'{once}, or ' * bool(once)}"
+            f"{error}. {name} makes a transformation: for gradients, {f'{one_shot_call}, or ' * bool(one_shot_call)}"
             f"in a training step tx = {name}(...) and tx.update(grads, state, params)"
         ) from None
 
 
-def holds_arrays(value: Any) -> bool:
+def has_float_arrays(value: Any) -> bool:
     """Whether a value is a tree with arrays of floats, as gradients are."""
     leaves = jax.tree.leaves(value, is_leaf=lambda x: callable(x) or hasattr(x, "init"))
     dtypes = [leaf.dtype for leaf in leaves if getattr(leaf, "ndim", 0) and hasattr(leaf, "dtype")]

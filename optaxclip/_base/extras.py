@@ -9,33 +9,33 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-CHECKOUT = Path(__file__).parents[2]
+REPO_ROOT = Path(__file__).parents[2]
 """The folder with the package: a checkout, or the folder where packages are installed."""
 
 
-def remedy(extra: str) -> str:
+def install_command(extra: str) -> str:
     """The command that installs what an extra asks for.
 
     A checkout is named by its path, because it may not be installed, and the package index may not
     have it.
     """
-    project = CHECKOUT / "pyproject.toml"
+    project = REPO_ROOT / "pyproject.toml"
     name = "optaxclip"
     if project.is_file() and f'name = "{name}"' in project.read_text("utf-8"):
-        name = "." if Path.cwd() == CHECKOUT else str(CHECKOUT)
+        name = "." if Path.cwd() == REPO_ROOT else str(REPO_ROOT)
     return f'pip install "{name}[{extra}]"'
 
 
-def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+def call_on_import(name: str, act: Callable[[ModuleType], None]) -> None:
     """Calls `act` with a module: at once if it is imported, otherwise when it gets imported."""
     module = sys.modules.get(name)
     if module is not None:
         act(module)
     else:
-        sys.meta_path.insert(0, _Watch(name, act))
+        sys.meta_path.insert(0, _ImportHook(name, act))
 
 
-class _Watch(importlib.abc.MetaPathFinder):
+class _ImportHook(importlib.abc.MetaPathFinder):
     """A finder that lets others find the module, and adds a call to its loading; it acts once."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from optaxclip._base.arguments import warn
-from optaxclip._base.numerics import fixed_size
-from optaxclip._base.states import GIVE_BACK, Names
+from optaxclip._base.numerics import static_size_or_none
+from optaxclip._base.states import RESTORE_NAMES_HINT, StaticNames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Group:
     """
 
     names: tuple[str, ...]
-    members: tuple[int, ...]
+    leaf_indices: tuple[int, ...]
     shape: tuple[int, ...] = ()
 
 
@@ -46,18 +46,18 @@ class Grouping:
     has_labels: bool = False
 
     @functools.cached_property
-    def names(self) -> Names:
+    def names(self) -> StaticNames:
         """The names of all entries of a `ClipInfo`."""
         shapes = tuple(group.shape for group in self.groups) if self.layout == "dict" else ()
         names = tuple(name for group in self.groups for name in group.names)
-        return Names(names, shapes, self.has_labels)
+        return StaticNames(names, shapes, self.has_labels)
 
     @property
-    def present(self) -> list[bool]:
+    def has_leaves(self) -> list[bool]:
         """For each name, whether its group has leaves at this step."""
-        return [bool(group.members) for group in self.groups for _ in group.names]
+        return [bool(group.leaf_indices) for group in self.groups for _ in group.names]
 
-    def with_groups_of_state(self, stored: Names, size: int, name: str) -> "Grouping":
+    def align_with_state(self, stored: StaticNames, size: int, name: str) -> "Grouping":
         """This grouping, with an empty group for each name in the state that the tree lacks.
 
         The state has `size` groups; their names `stored` are empty if the state went through
@@ -68,7 +68,7 @@ class Grouping:
         if not stored and size:
             raise ValueError(
                 f"{name}: the state has lost the names of its {size} groups, as after "
-                f"optax.tree_map_params, and the updates have {len(self.names)}; {GIVE_BACK}"
+                f"optax.tree_map_params, and the updates have {len(self.names)}; {RESTORE_NAMES_HINT}"
             )
         if len(stored) != size:
             raise ValueError(
@@ -92,29 +92,29 @@ class Grouping:
         ordered = tuple(sorted([*self.groups, *absent], key=lambda group: group.names))
         return dataclasses.replace(self, groups=ordered)
 
-    def by_leaf(self, arrays: Sequence[Any]) -> list[Any]:
+    def broadcast_to_leaves(self, arrays: Sequence[Any]) -> list[Any]:
         """For each measured leaf, the value of its group, from a value for each group."""
         of_leaf: dict[int, Any] = {}
         for x, group in zip(arrays, self.groups, strict=True):
-            of_leaf |= dict.fromkeys(group.members, x)
+            of_leaf |= dict.fromkeys(group.leaf_indices, x)
         return [of_leaf[i] for i in range(len(of_leaf))]
 
 
-MANY_NORMS = 2**24
+NUM_NORMS_WARNING = 2**24
 """With more norms than this, a clip's own arrays take much memory beside the gradients."""
 
 
-def warn_of_many_norms(grouping: Grouping, name: str) -> None:
+def warn_if_many_norms(grouping: Grouping, name: str) -> None:
     """Warns if there are so many norms that leaves are probably grouped by the wrong axes."""
     counts = [math.prod(group.shape) for group in grouping.groups]
-    if any(fixed_size(count) is None for count in counts):
+    if any(static_size_or_none(count) is None for count in counts):
         return
     total = sum(counts)
-    if total > MANY_NORMS:
+    if total > NUM_NORMS_WARNING:
         most = counts.index(max(counts))
         warn(
             f"{name}: these leaves have {total:,} norms, of which "
-            f"'{grouping.groups[most].names[0]}' alone has {counts[most]:,}; norms, limits and "
+            f"'{grouping.groups[most].names[0]}' alone has {counts[most]:,}; norms, thresholds and "
             "factors of all are kept in memory. If a norm should cover more entries, name its axes "
             "(axis=), or say which leaves stack layers: scopes.unit(stacked=...)"
         )

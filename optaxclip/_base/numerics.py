@@ -32,14 +32,14 @@ def is_real(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
-def promoted(arrays: Sequence[Array]) -> list[Array]:
+def promote_dtypes(arrays: Sequence[Array]) -> list[Array]:
     """The arrays, converted to the widest of their dtypes."""
     dtypes = [array.dtype for array in arrays]
     widest = max(dtypes, key=operator.attrgetter("itemsize"), default=None)
     return [array if array.dtype == widest else array.astype(widest) for array in arrays]
 
 
-def narrowed(x: Array, dtype: jnp.dtype) -> Array:
+def saturating_cast(x: Array, dtype: jnp.dtype) -> Array:
     """`x` converted to `dtype`; finite entries beyond its range become its largest numbers.
 
     If `dtype` has no infinity, infinite entries become these numbers too.
@@ -52,7 +52,7 @@ def narrowed(x: Array, dtype: jnp.dtype) -> Array:
     return (jnp.where(jnp.isinf(x), x, held) if has_infinity else held).astype(dtype)
 
 
-def bounded(x: Array) -> Array:
+def clamp_to_finite(x: Array) -> Array:
     """`x` with the largest numbers in place of infinities, because infinity * 0 is NaN."""
     largest = x.dtype.type(jnp.finfo(x.dtype).max)
     return lax.clamp(-largest, x, largest)
@@ -84,20 +84,20 @@ def multiply(x: Array, y: Array | float) -> Array:
 @custom_jvp()
 def safe_sqrt(x: Array) -> Array:
     """The square root of `x >= 0`, whose derivative is 0 at 0."""
-    return select(*root_of_positive(x), x)
+    return select(*sqrt_where_positive(x), x)
 
 
 @safe_sqrt.defjvp
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents
-    is_positive, root = root_of_positive(x)
+    is_positive, root = sqrt_where_positive(x)
     # Not `dx * (0.5 / root)`: XLA on CPU (JAX 0.10.2) stores the result of a division, but repeats
     # a product for each leaf. With a division, which is the last step in reverse mode, a derivative
     # of the global norm of 200 leaves compiles in 3 seconds instead of 8.
     return safe_sqrt(x), select(is_positive, dx / (2 * root), 0)
 
 
-def root_of_positive(x: Array) -> tuple[Array, Array]:
+def sqrt_where_positive(x: Array) -> tuple[Array, Array]:
     """Whether each `x` is above 0, and its square root; 1 in place of the root if it is not.
 
     It is 1, because the derivative of the root would be infinite at 0.
@@ -106,39 +106,41 @@ def root_of_positive(x: Array) -> tuple[Array, Array]:
     return is_positive, lax.sqrt(select(is_positive, x, 1))
 
 
-def norm_of_all(norms: Array) -> Array:
+def combine_norms(norms: Array) -> Array:
     """The L2 norm of all groups, from their norms; no square overflows or underflows."""
-    root, unit = norm_of_all_in_parts(norms)
+    root, unit = combine_norms_factored(norms)
     return unit * root
 
 
-def norm_of_all_in_parts(norms: Array) -> tuple[Array, Array]:
-    """`norm_of_all` as two factors, because it may overflow; the second is a power of two."""
-    unit = power_of_two_below(jnp.max(norms, initial=0))
-    return safe_sqrt(jnp.sum(jnp.square(over_power(norms, unit)))), unit
+def combine_norms_factored(norms: Array) -> tuple[Array, Array]:
+    """`combine_norms` as two factors, because it may overflow; the second is a power of two."""
+    unit = floor_pow2(jnp.max(norms, initial=0))
+    return safe_sqrt(jnp.sum(jnp.square(divide_by_pow2(norms, unit)))), unit
 
 
-def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
+def divide_no_nan(x: Array, y: Array, otherwise: Array | float) -> Array:
     """`x / y`, or `otherwise` if `y` is 0, without any division by 0.
 
     First `x` and `y` are divided by a power of two near `y`, because the derivatives contain powers
     of `1 / y`, which may overflow although the derivatives do not.
     """
     zero = y == 0
-    unit = lax.stop_gradient(power_of_two_below(jnp.abs(y)))
-    return jnp.where(zero, otherwise, over_power(x, unit) / jnp.where(zero, 1, over_power(y, unit)))
+    unit = lax.stop_gradient(floor_pow2(jnp.abs(y)))
+    return jnp.where(
+        zero, otherwise, divide_by_pow2(x, unit) / jnp.where(zero, 1, divide_by_pow2(y, unit))
+    )
 
 
-def averaged(old: Array, new: Array, share: Array) -> Array:
+def lerp(old: Array, new: Array, weight: Array) -> Array:
     """`old`, moved toward `new` by this share of their difference.
 
     With a share of 1 it is `new` itself, because rounding of the sum would lose a `new` that is
     tiny beside `old`.
     """
-    return jnp.where(share == 1, new, old + share * (new - old))
+    return jnp.where(weight == 1, new, old + weight * (new - old))
 
 
-def multiplied(x: Array, log_factor: Array) -> Array:
+def scale_by_exp(x: Array, log_factor: Array) -> Array:
     """`x * exp(log_factor)` for `x >= 0`, kept within the normal numbers of the dtype.
 
     Zero and infinity stay as they are. No other number becomes 0 or infinity, because no factor
@@ -149,15 +151,15 @@ def multiplied(x: Array, log_factor: Array) -> Array:
     return jnp.where((x > 0) & (x <= float(info.max)), product, x)
 
 
-def power_of_two_below(x: Array) -> Array:
+def floor_pow2(x: Array) -> Array:
     """The largest power of two that is at most `x > 0` and whose reciprocal is a normal number.
 
     A product with this power or its reciprocal is exact. For 0 and non-finite values it is 1.
     """
-    return select((x > 0) & (x <= jnp.finfo(x.dtype).max), invertible(leading_bit(x)), 1)
+    return select((x > 0) & (x <= jnp.finfo(x.dtype).max), clamp_pow2(floor_pow2_unclamped(x)), 1)
 
 
-def leading_bit(x: Array) -> Array:
+def floor_pow2_unclamped(x: Array) -> Array:
     """The largest power of two that is at most `x >= 0`.
 
     It is 0 for subnormal numbers, and infinity for infinity and NaN.
@@ -169,13 +171,13 @@ def leading_bit(x: Array) -> Array:
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
-def invertible(power: Array) -> Array:
+def clamp_pow2(power: Array) -> Array:
     """Powers of two, each replaced by the nearest one whose reciprocal is a normal number."""
     tiny = jnp.finfo(power.dtype).tiny
     return lax.clamp(tiny, power, 1 / tiny)
 
 
-def reciprocal_of_power(power: Array) -> Array:
+def reciprocal_pow2(power: Array) -> Array:
     """The reciprocals of powers of two that `invertible` gave, from their bits.
 
     This is faster than a division.
@@ -187,53 +189,53 @@ def reciprocal_of_power(power: Array) -> Array:
     return lax.bitcast_convert_type(bits, power.dtype)
 
 
-def over_power(x: Array, power: Array) -> Array:
-    """`x` divided by a power of two that `power_of_two_below` gave.
+def divide_by_pow2(x: Array, power: Array) -> Array:
+    """`x` divided by a power of two that `floor_pow2` gave.
 
     It is no division, because XLA (JAX 0.10.2) rewrites quotients of quotients: from `a / b / c` it
     makes `a / (b * c)`, and from `a / (b / c)` it makes `a * c / b`. Each product may overflow.
     """
-    return x * reciprocal_of_power(power).astype(x.dtype)
+    return x * reciprocal_pow2(power).astype(x.dtype)
 
 
-def fixed_size(count: Any) -> int | None:
+def static_size_or_none(count: Any) -> int | None:
     """`count`, or None if it is symbolic (in `jax.export`)."""
     return count if isinstance(count, int) else None
 
 
-def slack_of_norm(count: Any, degree: float, eps: float) -> float:
+def norm_relative_error(count: Any, degree: float, eps: float) -> float:
     """A bound on the relative error of a norm: of squares in float32, 9e-7 for 10 million entries.
 
     The error of a sum of `count` powers, computed with this epsilon, grows with the depth of the
     reduction tree; the root that follows divides it by `degree`. In `jax.export` the count may be
     symbolic.
     """
-    size = fixed_size(count)
+    size = static_size_or_none(count)
     depth = 40 if size is None else math.log2(max(size, 1))
     # Powers other than 1 and 2 are computed by logarithms, which lose digits.
     digits = 1 if degree in (1, 2) else 4
     return (min(degree, 2) + digits * (2 + depth) / degree) * eps / 2
 
 
-def next_above(x: Array) -> Array:
+def nextafter_up(x: Array) -> Array:
     """The next larger number of the dtype, for finite `x >= 0`."""
     integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) + integer.type(1), x.dtype)
 
 
-def broadcast_over(x: Array, axes: Sequence[int]) -> Array:
+def expand_dims_at(x: Array, axes: Sequence[int]) -> Array:
     """`x`, with axes of size 1 inserted at `axes` so that it broadcasts to a leaf; scalars stay."""
     return lax.expand_dims(x, axes) if x.ndim else x
 
 
-def real_parts(x: Array) -> list[Array]:
+def split_complex(x: Array) -> list[Array]:
     """The real and imaginary parts of a complex array, or the real array itself."""
     return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
-def by_parts(fn: Callable[[Array], Array], x: Array) -> Array:
+def map_real_imag(fn: Callable[[Array], Array], x: Array) -> Array:
     """`fn(x)`; for a complex array, `fn` of its real part and `fn` of its imaginary part."""
-    return lax.complex(*map(fn, real_parts(x))) if jnp.iscomplexobj(x) else fn(x)
+    return lax.complex(*map(fn, split_complex(x))) if jnp.iscomplexobj(x) else fn(x)
 
 
 def match_weak_type(x: Array, like: Array) -> Array:
@@ -247,7 +249,7 @@ def match_weak_type(x: Array, like: Array) -> Array:
     return fill(like, x)
 
 
-def entries(x: Array, dtype: jax.typing.DTypeLike) -> Array:
+def cast_elements(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     """Real entries in `dtype`; complex entries with parts in `dtype`."""
     wide = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
     # Not `astype`, which takes longer to trace for each leaf.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-class Bound(NamedTuple):
+class BinEdge(NamedTuple):
     """A size, and whether an entry of this very size counts as above it."""
 
     value: float
@@ -22,45 +22,49 @@ class Bound(NamedTuple):
 
 
 # A list of numbers, because a later JAX may know more formats, and states must keep their shapes.
-TOO_LARGE = (
-    Bound(7.0, inclusive=True),  # float4_e2m1fn
-    Bound(7.75, inclusive=True),  # float6_e2m3fn
-    Bound(15.75, inclusive=True),  # float8_e3m4
-    Bound(30.0, inclusive=True),  # float6_e3m2fn
-    Bound(31.0, inclusive=True),  # float8_e4m3b11fnuz
-    Bound(248.0, inclusive=True),  # float8_e4m3, float8_e4m3fnuz
-    Bound(464.0),  # float8_e4m3fn
-    Bound(61440.0, inclusive=True),  # float8_e5m2, float8_e5m2fnuz
-    Bound(65520.0, inclusive=True),  # float16
-    Bound(2.0**128 - 2.0**119, inclusive=True),  # bfloat16
-    Bound(2.0**128 - 2.0**103, inclusive=True),  # float32
+OVERFLOW_EDGES = (
+    BinEdge(7.0, inclusive=True),  # float4_e2m1fn
+    BinEdge(7.75, inclusive=True),  # float6_e2m3fn
+    BinEdge(15.75, inclusive=True),  # float8_e3m4
+    BinEdge(30.0, inclusive=True),  # float6_e3m2fn
+    BinEdge(31.0, inclusive=True),  # float8_e4m3b11fnuz
+    BinEdge(248.0, inclusive=True),  # float8_e4m3, float8_e4m3fnuz
+    BinEdge(464.0),  # float8_e4m3fn
+    BinEdge(61440.0, inclusive=True),  # float8_e5m2, float8_e5m2fnuz
+    BinEdge(65520.0, inclusive=True),  # float16
+    BinEdge(2.0**128 - 2.0**119, inclusive=True),  # bfloat16
+    BinEdge(2.0**128 - 2.0**103, inclusive=True),  # float32
 )
 """The sizes above which entries are too large for number formats; for float64 none is."""
 
-INFINITE, NAN = Bound(float("inf"), inclusive=True), Bound(float("inf"))
-NOT_ZERO = Bound(0.0)
+INFINITE, NAN = BinEdge(float("inf"), inclusive=True), BinEdge(float("inf"))
+ZERO_EDGE = BinEdge(0.0)
 
 
-def exponents(*, wide: bool) -> range:
+def exponents(*, is_float64: bool) -> range:
     """The exponents of the powers of two that float32, or float64, can hold."""
-    return range(-1074, 1024) if wide else range(-149, 128)
+    return range(-1074, 1024) if is_float64 else range(-149, 128)
 
 
 @functools.cache
-def thresholds(*, wide: bool) -> tuple[Bound, ...]:
+def bin_edges(*, is_float64: bool) -> tuple[BinEdge, ...]:
     """The thresholds above which entries are counted, in order, for float32 or float64."""
-    powers = (Bound(2.0**k) for k in exponents(wide=wide))
+    powers = (BinEdge(2.0**k) for k in exponents(is_float64=is_float64))
     # No finite float32 is too large for float32.
-    limits = TOO_LARGE if wide else TOO_LARGE[:-1]
-    found = (NOT_ZERO, *powers, *limits, INFINITE, NAN)
+    thresholds = OVERFLOW_EDGES if is_float64 else OVERFLOW_EDGES[:-1]
+    found = (ZERO_EDGE, *powers, *thresholds, INFINITE, NAN)
     return tuple(sorted(found, key=lambda x: (x.value, not x.inclusive)))
 
 
 @functools.cache
-def exponents_of_parts(*, wide: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
+def bin_exponents(*, is_float64: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
     """For each part of the finite sizes above 0 the k of the bin, 2**k to 2**(k + 1), it is of."""
-    ends = [x.value for x in thresholds(wide=wide) if x not in (NOT_ZERO, INFINITE, NAN)]
-    return np.array([exponents(wide=wide)[0] - 1, *(math.frexp(end)[1] - 1 for end in ends)])
+    ends = [
+        x.value for x in bin_edges(is_float64=is_float64) if x not in (ZERO_EDGE, INFINITE, NAN)
+    ]
+    return np.array(
+        [exponents(is_float64=is_float64)[0] - 1, *(math.frexp(end)[1] - 1 for end in ends)]
+    )
 
 
 def checked_format(dtype: Any) -> jnp.dtype:
@@ -91,7 +95,7 @@ def checked_format(dtype: Any) -> jnp.dtype:
     return found
 
 
-def lost_below(dtype: jax.typing.DTypeLike) -> float:
+def underflow_threshold(dtype: jax.typing.DTypeLike) -> float:
     """The largest size that rounds to 0: half the format's smallest number, a power of two.
 
     It is 0 for float64, whose half is no float64.
@@ -99,7 +103,7 @@ def lost_below(dtype: jax.typing.DTypeLike) -> float:
     return float(jnp.finfo(dtype).smallest_subnormal) / 2
 
 
-def too_large(dtype: jax.typing.DTypeLike) -> float:
+def overflow_threshold(dtype: jax.typing.DTypeLike) -> float:
     """The size above which entries round to a number beyond the format's largest one.
 
     It lies half a unit in the last place above the largest number; for float64 it is infinite.
@@ -112,12 +116,12 @@ def too_large(dtype: jax.typing.DTypeLike) -> float:
 
 
 @functools.cache
-def bounds(*, wide: bool) -> np.ndarray[Any, np.dtype[Any]]:
+def edge_bit_patterns(*, is_float64: bool) -> np.ndarray[Any, np.dtype[Any]]:
     """For each threshold the bit pattern, of float32 or float64, above which those of entries are.
 
     They are all different, and ascend.
     """
-    holder, kind = (np.float64, np.uint64) if wide else (np.float32, np.uint32)
-    found = thresholds(wide=wide)
+    holder, kind = (np.float64, np.uint64) if is_float64 else (np.float32, np.uint32)
+    found = bin_edges(is_float64=is_float64)
     patterns = np.array([x.value for x in found], holder).view(kind)
     return patterns - np.array([x.inclusive for x in found], kind)

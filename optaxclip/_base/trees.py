@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optaxclip._base.arguments import accepts, short, warn
+from optaxclip._base.arguments import accepts_args, short_repr, warn
 from optaxclip._base.types import Path, PyTree
 
 
@@ -22,12 +22,12 @@ def is_sparse(leaf: Any) -> bool:
     return isinstance(leaf, getattr(sys.modules.get("jax.experimental.sparse"), "BCOO", ()))
 
 
-def data_of(leaf: Any) -> Any:
+def get_stored_values(leaf: Any) -> Any:
     """The stored values of a sparse array; any other leaf as it is."""
     return leaf.data if is_sparse(leaf) else leaf
 
 
-def with_data(leaf: Any, data: Any) -> Any:
+def replace_values(leaf: Any, data: Any) -> Any:
     """`data` in place of `leaf`; for a sparse array, in place of its stored values."""
     if not is_sparse(leaf):
         return data
@@ -59,23 +59,23 @@ class FlatTree(NamedTuple):
     paths: list[Path]
     leaves: list[Any]
     treedef: Any
-    measured: list[int]
+    inexact_indices: list[int]
     global_shapes: Sequence[tuple[int, ...] | None] = ()
-    are_exact: bool | None = None
+    use_keystr: bool | None = None
 
     @property
-    def is_part(self) -> bool:
+    def is_masked(self) -> bool:
         """Whether a wrapper such as `optax.masked` or `optax.partition` keeps some leaves back."""
-        nodes = jax.tree.leaves(self.tree(), is_leaf=_is_kept_back)
-        return any(map(_is_kept_back, nodes))
+        nodes = jax.tree.leaves(self.tree(), is_leaf=_is_masked_node)
+        return any(map(_is_masked_node, nodes))
 
-    def measured_leaves(self) -> list[Any]:
+    def inexact_leaves(self) -> list[Any]:
         """The measured leaves."""
-        return [self.leaves[i] for i in self.measured]
+        return [self.leaves[i] for i in self.inexact_indices]
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the measured leaves; the whole shapes if `global_shapes` has them."""
-        own = [np.shape(leaf) for leaf in self.measured_leaves()]
+        own = [np.shape(leaf) for leaf in self.inexact_leaves()]
         if not self.global_shapes:
             return own
         both = zip(own, self.global_shapes, strict=True)
@@ -83,52 +83,52 @@ class FlatTree(NamedTuple):
 
     def names(self) -> list[str]:
         """The names of the measured leaves, all different."""
-        paths = [self.paths[i] for i in self.measured]
-        are_exact = self.are_exact
+        paths = [self.paths[i] for i in self.inexact_indices]
+        are_exact = self.use_keystr
         if are_exact is None:
-            names = [leaf_name(path) for path in (*self.paths, *self._empty_places())]
+            names = [leaf_name(path) for path in (*self.paths, *self._none_paths())]
             are_exact = len(set(names)) < len(names)
         return [jax.tree_util.keystr(path) if are_exact else leaf_name(path) for path in paths]
 
-    def named_like(self, stored: Iterable[str]) -> "FlatTree":
+    def match_name_style(self, stored: Iterable[str]) -> "FlatTree":
         """This tree, with names in the notation of a state, even if no two would be equal now."""
         names = tuple(stored)
         is_exact = bool(names) and all(name[:1] in ("[", ".") for name in names)
-        return self._replace(are_exact=True) if is_exact else self
+        return self._replace(use_keystr=True) if is_exact else self
 
-    def _empty_places(self) -> list[Path]:
+    def _none_paths(self) -> list[Path]:
         """The paths at which the tree has None."""
         numbered = jax.tree_util.tree_unflatten(self.treedef, list(range(len(self.leaves))))
         pairs = jax.tree_util.tree_leaves_with_path(numbered, is_leaf=lambda x: x is None)
         return [path for path, x in pairs if x is None]
 
-    def replaced(self, new: Sequence[Any]) -> "FlatTree":
+    def replace_leaves(self, new: Sequence[Any]) -> "FlatTree":
         """This `FlatTree` with other measured leaves."""
         leaves = list(self.leaves)
-        for i, leaf in zip(self.measured, new, strict=True):
+        for i, leaf in zip(self.inexact_indices, new, strict=True):
             leaves[i] = leaf
         return self._replace(leaves=leaves)
 
-    def rebuild(self, new: Sequence[Any]) -> PyTree:
+    def unflatten(self, new: Sequence[Any]) -> PyTree:
         """The tree, with other measured leaves."""
-        return self.replaced(new).tree()
+        return self.replace_leaves(new).tree()
 
     def tree(self) -> PyTree:
         """The tree."""
         return jax.tree_util.tree_unflatten(self.treedef, self.leaves)
 
-    def without_gradients(self) -> "FlatTree":
+    def replace_with_float0(self) -> "FlatTree":
         """This tree with `float0` zeros for all leaves, as `jax.grad` gives for integers."""
         zeros = [np.zeros(np.shape(leaf), jax.dtypes.float0) for leaf in self.leaves]
         return self._replace(leaves=zeros)
 
 
-def _is_kept_back(x: Any) -> bool:
+def _is_masked_node(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
 def flatten(
-    tree: PyTree, argument: str, *, integers: Literal["skip", "error", "measure"] = "skip"
+    tree: PyTree, argument: str, *, integer_policy: Literal["skip", "error", "measure"] = "skip"
 ) -> FlatTree:
     """Flattens a tree, which messages call `argument`, and finds the leaves to measure.
 
@@ -136,10 +136,10 @@ def flatten(
     Bool and PRNG-key leaves are refused unless it is "skip".
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
-    paths = _distinct(_without_boxes([path for path, _ in pairs], tree))
+    paths = _deduplicate_paths(_strip_boxes([path for path, _ in pairs], tree))
     leaves = [leaf for _, leaf in pairs]
     measured = [
-        i for i, leaf in enumerate(leaves) if _is_measured(leaf, paths[i], argument, integers)
+        i for i, leaf in enumerate(leaves) if _is_measured(leaf, paths[i], argument, integer_policy)
     ]
     if not measured and argument in _GRADIENTS:
         dtypes = {str(dtype) for dtype in map(dtype_of, leaves) if dtype != jax.dtypes.float0}
@@ -155,7 +155,7 @@ _GRADIENTS = ("updates", "tree")
 """The names of the arguments that are clipped."""
 
 
-def _without_boxes(paths: list[Path], tree: PyTree) -> list[Path]:
+def _strip_boxes(paths: list[Path], tree: PyTree) -> list[Path]:
     """The paths of leaves; the path of an array in a box ends at the box.
 
     Flax NNX passes variables to `init` and their arrays to `update`; both must have the same names.
@@ -176,7 +176,7 @@ def _is_box(x: Any) -> bool:
     return [path for path, _ in children] == [(_IN_BOX,)]
 
 
-def _distinct(paths: list[Path]) -> list[Path]:
+def _deduplicate_paths(paths: list[Path]) -> list[Path]:
     if len(set(paths)) == len(paths):
         return paths
     seen = collections.Counter[Path]()
@@ -188,7 +188,7 @@ def _distinct(paths: list[Path]) -> list[Path]:
     return distinct
 
 
-def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
+def _is_measured(leaf: Any, path: Path, argument: str, integer_policy: str) -> bool:
     dtype = dtype_of(leaf)
     if dtype is None:
         remedy = (
@@ -199,13 +199,13 @@ def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
             remedy = "JAX does not read iterators: pass a list or a dict of the arrays"
         raise TypeError(
             f"{argument} must be a pytree of arrays; its leaf '{leaf_name(path)}' is "
-            f"{short(leaf)} of type {type(leaf).__name__}. {remedy}"
+            f"{short_repr(leaf)} of type {type(leaf).__name__}. {remedy}"
         )
     if _is_inexact(dtype):
         return True
-    if dtype == jax.dtypes.float0 or integers == "skip":
+    if dtype == jax.dtypes.float0 or integer_policy == "skip":
         return False
-    if integers == "measure" and jnp.issubdtype(dtype, jnp.integer):
+    if integer_policy == "measure" and jnp.issubdtype(dtype, jnp.integer):
         return True
     raise TypeError(
         f"{argument} must have floating-point leaves; its leaf '{leaf_name(path)}' has dtype "
@@ -219,7 +219,7 @@ def dtype_of(leaf: Any) -> Any:
     if dtype is None:
         is_number = isinstance(leaf, (bool, int, float, complex))
         return jnp.result_type(type(leaf)) if is_number else None
-    return dtype if _is_of_jax(dtype) else None
+    return dtype if _is_jax_dtype(dtype) else None
 
 
 # Both are cached, because `jnp.issubdtype` is slow.
@@ -229,12 +229,12 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 @functools.cache
-def _is_of_jax(dtype: Any) -> bool:
+def _is_jax_dtype(dtype: Any) -> bool:
     kinds = (np.bool_, np.number, jax.dtypes.float0, jax.dtypes.prng_key)
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
-def _outline(tree: PyTree) -> str:
+def _summarize_tree(tree: PyTree) -> str:
     """The type and the first leaves of a tree, for a message."""
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     shown = f"{names[:4]}"[1:-1] + (", ..." if len(names) > 4 else "")
@@ -246,17 +246,19 @@ def is_function(value: Any, tree: PyTree) -> bool:
     return callable(value) and type(value) is not type(tree)
 
 
-def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument: str) -> list[Any]:
+def broadcast_prefix(
+    value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument: str
+) -> list[Any]:
     """One value for each measured leaf of a tree.
 
     They come from `fn(path, leaf) -> value`, where the path is text such as `encoder/0/kernel`; or
     from a pytree prefix of the tree whose leaves are the values, or `fn(tree)` that returns one.
     """
-    if not flat.measured:
+    if not flat.inexact_indices:
         return []
     if is_function(value, flat.tree()):
-        if accepts(value, "path", None) or not accepts(value, "tree"):
-            return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.measured]
+        if accepts_args(value, "path", None) or not accepts_args(value, "tree"):
+            return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.inexact_indices]
         of_tree: Any = value
         value = of_tree(flat.tree())
     positions = jax.tree_util.tree_unflatten(flat.treedef, list(range(len(flat.leaves))))
@@ -265,18 +267,18 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
     except ValueError:
         raise ValueError(
             f"{argument} must be a pytree prefix of the gradients, with one value for each leaf or "
-            f"for a branch of leaves; {argument} has {_outline(value)}, the gradients have "
-            f"{_outline(positions)}. Or pass a function (path, leaf) -> value"
+            f"for a branch of leaves; {argument} has {_summarize_tree(value)}, the gradients have "
+            f"{_summarize_tree(positions)}. Or pass a function (path, leaf) -> value"
         ) from None
     values = jax.tree.leaves(broadcast)
-    return [values[i] for i in flat.measured]
+    return [values[i] for i in flat.inexact_indices]
 
 
-def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
+def align_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
     """The tree of updates, with the parameters in place of its measured leaves."""
     found = flatten(params, "params")
-    by_path = {found.paths[i]: found.leaves[i] for i in found.measured}
-    for i in flat.measured:
+    by_path = {found.paths[i]: found.leaves[i] for i in found.inexact_indices}
+    for i in flat.inexact_indices:
         path, shape = flat.paths[i], jnp.shape(flat.leaves[i])
         if path not in by_path or jnp.shape(by_path[path]) != shape:
             there = f"has shape {jnp.shape(by_path[path])}" if path in by_path else "is missing"
@@ -284,4 +286,4 @@ def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
                 f"{name}: params must match the updates; leaf '{leaf_name(path)}' of shape {shape} "
                 f"{there} in params"
             )
-    return flat.replaced([by_path[flat.paths[i]] for i in flat.measured])
+    return flat.replace_leaves([by_path[flat.paths[i]] for i in flat.inexact_indices])

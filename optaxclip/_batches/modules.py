@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optaxclip._base.arguments import short
+from optaxclip._base.arguments import short_repr
 from optaxclip._base.trees import FlatTree, dtype_of, flatten, leaf_name
 from optaxclip._base.types import PyTree
 
@@ -29,14 +29,14 @@ _EQUINOX = """
       model = eqx.combine(params, static)"""
 
 
-def flat_params(params: PyTree) -> FlatTree:
+def flatten_params(params: PyTree) -> FlatTree:
     """The parameters of a loss, flattened.
 
     Refused are models that the framework's own `grad` differentiates in another way than
     `jax.grad`, which takes each array and each Python float for a parameter.
     """
     # A user who has a model of a framework has imported the framework.
-    for found, remedy in ((_of_nnx(params), _NNX), (_of_equinox(params), _EQUINOX)):
+    for found, remedy in ((_check_nnx(params), _NNX), (_check_equinox(params), _EQUINOX)):
         for what in found:
             raise TypeError(
                 f"params must hold nothing but parameters, got {what}. Take the model apart and "
@@ -45,7 +45,7 @@ def flat_params(params: PyTree) -> FlatTree:
     return flatten(params, "params")
 
 
-def called(loss_fn: Any, args: list[Any], keywords: dict[str, Any]) -> Any:
+def call_loss(loss_fn: Any, args: list[Any], keywords: dict[str, Any]) -> Any:
     """What a loss returns; to errors of models that were not put together, the remedy is added."""
     try:
         return loss_fn(*args, **keywords)
@@ -55,18 +55,21 @@ def called(loss_fn: Any, args: list[Any], keywords: dict[str, Any]) -> Any:
                 "A model of Flax NNX that is changed inside of the loss has to be made there, of "
                 f"arguments of the loss:{_NNX}"
             )
-        elif "NoneType" in str(error) and _nodes(args, _kinds("equinox", "Module")):
+        elif "NoneType" in str(error) and _nodes(args, _framework_class("equinox", "Module")):
             error.add_note(
                 f"A model of Equinox needs what is no array too, in the place of None:{_EQUINOX}"
             )
         raise
 
 
-def _of_nnx(params: PyTree) -> Iterator[str]:
+def _check_nnx(params: PyTree) -> Iterator[str]:
     """What is no parameter in modules of NNX, and in states that hold parameters too."""
-    module, variable = _kinds("flax.nnx", "Module"), _kinds("flax.nnx", "Variable")
-    param = _kinds("flax.nnx", "Param")
-    for path, node in _nodes(params, module + _kinds("flax.nnx", "State")):
+    module, variable = (
+        _framework_class("flax.nnx", "Module"),
+        _framework_class("flax.nnx", "Variable"),
+    )
+    param = _framework_class("flax.nnx", "Param")
+    for path, node in _nodes(params, module + _framework_class("flax.nnx", "State")):
         pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: isinstance(x, variable))
         if not isinstance(node, module) and not any(isinstance(x, param) for _, x in pairs):
             continue
@@ -86,13 +89,13 @@ def _of_nnx(params: PyTree) -> Iterator[str]:
                 yield f"the array '{name}' of NNX, which is no Param"
 
 
-def _of_equinox(params: PyTree) -> Iterator[str]:
+def _check_equinox(params: PyTree) -> Iterator[str]:
     """What is no array in modules of Equinox."""
-    for path, node in _nodes(params, _kinds("equinox", "Module")):
+    for path, node in _nodes(params, _framework_class("equinox", "Module")):
         for place, x in jax.tree_util.tree_leaves_with_path(node):
             if not hasattr(x, "dtype"):
                 name = leaf_name((*path, *place))
-                yield f"an Equinox module whose leaf '{name}' is {short(x)}, and no array"
+                yield f"an Equinox module whose leaf '{name}' is {short_repr(x)}, and no array"
 
 
 def _nodes(tree: PyTree, kinds: tuple[type, ...]) -> list[tuple[Any, Any]]:
@@ -103,7 +106,7 @@ def _nodes(tree: PyTree, kinds: tuple[type, ...]) -> list[tuple[Any, Any]]:
     return [(path, x) for path, x in pairs if isinstance(x, kinds)]
 
 
-def _kinds(module: str, name: str) -> tuple[type, ...]:
+def _framework_class(module: str, name: str) -> tuple[type, ...]:
     """A class of a framework; none if the framework is not imported."""
     kind = getattr(sys.modules.get(module), name, None)
     return (kind,) if isinstance(kind, type) else ()

@@ -11,7 +11,7 @@ from optaxclip._base.types import PyTree
 _Numbers: TypeAlias = int | tuple[int, ...]
 
 
-class Roles(NamedTuple):
+class LossArguments(NamedTuple):
     """The arguments of a loss, with the positions of its parameters and of its batch."""
 
     args: tuple[Any, ...]
@@ -19,12 +19,12 @@ class Roles(NamedTuple):
     batch_argnums: tuple[int, ...]
 
     @classmethod
-    def of(
+    def split(
         cls,
         args: tuple[Any, ...],
         argnums: int | Sequence[int],
         batch_argnums: int | Sequence[int] | None,
-    ) -> "Roles":
+    ) -> "LossArguments":
         """The roles of arguments; with `batch_argnums=None`, all but the parameters are batch."""
         count = len(args)
         is_one = isinstance(argnums, int)
@@ -51,7 +51,7 @@ class Roles(NamedTuple):
         """The arguments that have an axis of examples."""
         return tuple(self.args[i] for i in self.batch_argnums)
 
-    def with_values(self, params: PyTree, batch: tuple[Any, ...]) -> list[Any]:
+    def merge(self, params: PyTree, batch: tuple[Any, ...]) -> list[Any]:
         """All arguments, with the given parameters and batch in the places of the original ones."""
         args = list(self.args)
         if isinstance(self.argnums, int):
@@ -74,12 +74,12 @@ def _positions(numbers: Sequence[int], count: int, argument: str) -> tuple[int, 
     return positions
 
 
-def checked_roles(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers | None]:
+def check_argnums(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers | None]:
     """The positions of the parameters and of the batch, which must have none in common."""
-    params = argument_numbers(argnums, "argnums")
+    params = normalize_argnums(argnums, "argnums")
     if batch_argnums is None:
         return params, None
-    batch = argument_numbers(batch_argnums, "batch_argnums")
+    batch = normalize_argnums(batch_argnums, "batch_argnums")
     shared = {*np.atleast_1d(params).tolist()} & {*np.atleast_1d(batch).tolist()}
     if shared:
         raise ValueError(
@@ -89,7 +89,7 @@ def checked_roles(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers 
     return params, batch
 
 
-def argument_numbers(given: Any, argument: str) -> _Numbers:
+def normalize_argnums(given: Any, argument: str) -> _Numbers:
     """Positions of arguments as Python ints, from ints of Python or NumPy."""
     try:
         if np.ndim(given) == 0:

@@ -21,17 +21,17 @@ from jax.interpreters import ad, batching, mlir
 
 import optaxclip._border.devices as devices
 
-Back = Callable[..., Array]
+CotangentFn = Callable[..., Array]
 """`back(cotangent, *operands) -> cotangent`, made of operations that JAX can differentiate."""
 
 
-def with_cotangent(x: Array, back: Back, *operands: Array) -> Array:
+def transform_cotangent(x: Array, cotangent_fn: CotangentFn, *operands: Array) -> Array:
     """`x`, whose cotangent becomes `back(cotangent, *operands)`, of its shape and dtype.
 
     In forward mode it is the identity. Under `vmap`, `back` sees each example by itself, even if
     `x` is the same for all examples. The operands may be traced.
     """
-    return _identity.bind(x, *operands, back=back, is_tangent=False)
+    return _identity.bind(x, *operands, back=cotangent_fn, is_tangent=False)
 
 
 _identity = jex.Primitive("clip_cotangent")
@@ -41,7 +41,7 @@ mlir.register_lowering(_identity, lambda _, x, *__, **___: [x])
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, back: Back, is_tangent: bool
+    primals: Sequence[Any], tangents: Sequence[Any], *, back: CotangentFn, is_tangent: bool
 ) -> tuple[Any, Any]:
     (x, *operands), dx = primals, tangents[0]
     if is_tangent or isinstance(dx, ad.Zero):
@@ -49,20 +49,22 @@ def _jvp(
     return x, _identity.bind(dx, *operands, back=back, is_tangent=True)
 
 
-def _transposed(cotangent: Any, x: Any, *operands: Any, back: Back, is_tangent: bool) -> list[Any]:
+def _transpose_rule(
+    cotangent: Any, x: Any, *operands: Any, back: CotangentFn, is_tangent: bool
+) -> list[Any]:
     del x, is_tangent
     return [back(cotangent, *operands), *[None] * len(operands)]
 
 
-ad.deflinear2(_identity, _transposed)
+ad.deflinear2(_identity, _transpose_rule)
 ad.primitive_jvps[_identity] = _jvp
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfEach:
+class _VmappedCotangentFn:
     """`back` for each example of a `vmap`; `names` are those of its axis, as keywords."""
 
-    back: Back
+    back: CotangentFn
     axes: tuple[int | None, ...]
     names: tuple[tuple[str, Any], ...]
 
@@ -71,13 +73,18 @@ class _OfEach:
         return mapped(*args)
 
 
-def _batched(
-    mapped: Any, args: Sequence[Any], axes: Sequence[int | None], *, back: Back, is_tangent: bool
+def _batching_rule(
+    mapped: Any,
+    args: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    back: CotangentFn,
+    is_tangent: bool,
 ) -> tuple[Array, int]:
     (x, *operands), (axis, *others) = args, axes
     if axis is None:
         # Broadcast, because otherwise only the sum of the examples' cotangents would come back.
-        x = devices.on_set_mesh(x)
+        x = devices.place_on_current_mesh(x)
         if mapped.explicit_mesh_axis and jax.typeof(x).sharding.mesh.empty:
             # The mesh is only in the types of arrays that are not operands here.
             raise ValueError(
@@ -87,14 +94,14 @@ def _batched(
             )
         x, axis = batching.broadcast(x, mapped.size, 0, mapped.explicit_mesh_axis), 0
     names = (("axis_name", mapped.name), ("spmd_axis_name", mapped.spmd_name))
-    of_each = _OfEach(back, (axis, *others), names)
+    of_each = _VmappedCotangentFn(back, (axis, *others), names)
     return _identity.bind(x, *operands, back=of_each, is_tangent=is_tangent), axis
 
 
-batching.fancy_primitive_batchers[_identity] = _batched
+batching.fancy_primitive_batchers[_identity] = _batching_rule
 
 
-def of_one_example(x: Array, function: str) -> Array:
+def forbid_vmap(x: Array, function: str) -> Array:
     """`x`, inside `shard_map` refused under `vmap` if types show that it differs over devices.
 
     `jax.vmap` can come before the derivative or after it, and around a `jit` or a `scan` of it:
@@ -103,7 +110,7 @@ def of_one_example(x: Array, function: str) -> Array:
     return _unmapped.bind(x, function=function) if devices.varying_axes(x) else x
 
 
-def _refused(args: Sequence[Any], axes: Sequence[int], *, function: str) -> Any:
+def _forbidden_batching_rule(args: Sequence[Any], axes: Sequence[int], *, function: str) -> Any:
     del axes
     raise ValueError(
         f"{function} under vmap inside shard_map: types do not say whether the devices along "
@@ -112,9 +119,9 @@ def _refused(args: Sequence[Any], axes: Sequence[int], *, function: str) -> Any:
     )
 
 
-_unmapped = jex.Primitive("of_one_example")
+_unmapped = jex.Primitive("forbid_vmap")
 _unmapped.def_impl(lambda x, **_: x)
 _unmapped.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_unmapped, lambda _, x, **__: [x])
 ad.deflinear2(_unmapped, lambda cotangent, _, **__: [cotangent])
-batching.primitive_batchers[_unmapped] = _refused
+batching.primitive_batchers[_unmapped] = _forbidden_batching_rule

@@ -1,6 +1,6 @@
 """Code for XLA on CPU alone; each function says what it saves.
 
-On accelerators memory limits a pass, so sums at three scales take no longer than one sum. On a CPU,
+On accelerators memory thresholds a pass, so sums at three scales take no longer than one sum. On a CPU,
 XLA calls a library for plain sums, and compiles all other reductions itself; these take 5 to 10
 times as long. The library takes one and a half times to twice as long for a sum in float64 as for
 one in float32. A sum in float64 is exact for all norms of float32, so there is no second pass. (All
@@ -18,7 +18,7 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 from optaxclip._base.derivatives import custom_jvp
-from optaxclip._base.numerics import entries
+from optaxclip._base.numerics import cast_elements
 from optaxclip.norms import Norm
 
 
@@ -32,15 +32,15 @@ def sums_in_float64(
 # A compiled function of its own, so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnums=(1,), static_argnames=("norm",))
 def _sum_in_float64(leaf: Array, axes: tuple[int, ...], *, norm: Norm) -> Array:
-    x = entries(leaf, jnp.float32)
+    x = cast_elements(leaf, jnp.float32)
     if norm.degree != 2:
         # Without the barrier, XLA (JAX 0.10.2) would convert the entries once for this sum and for
         # a sum of the leaf's squares in the same program, and store them.
         x = lax.optimization_barrier(x)
-    return lax.reduce_sum(norm.map(entries(x, jnp.float64)), axes)
+    return lax.reduce_sum(norm.map(cast_elements(x, jnp.float64)), axes)
 
 
-def added_up(x: Array) -> Array:
+def sum_leading_axis(x: Array) -> Array:
     """The sum along the first axis, as the last entry of a cumulative sum.
 
     XLA on CPU (JAX 0.10.2) repeats a plain sum, with all of its summands, at each use: with
@@ -49,7 +49,7 @@ def added_up(x: Array) -> Array:
     return lax.cumsum(x)[-1]
 
 
-def by_one_division(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
+def divide_stacked(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
     """Each dividend divided by its divisor, all of one shape, in one division of stacked arrays.
 
     The callers would have to stack the results of several divisions. XLA on CPU (JAX 0.10.2)
@@ -59,7 +59,7 @@ def by_one_division(dividends: Sequence[Array], divisors: Sequence[Array]) -> tu
     return tuple(devices.stack(dividends) / devices.stack(divisors))
 
 
-def in_rows(leaves: list[Array]) -> list[Array]:
+def force_row_major(leaves: list[Array]) -> list[Array]:
     """The leaves, stored one entry of their first axis after another.
 
     Without this, XLA on CPU (JAX 0.10.2) stores gradients of weights, which are outer products,
@@ -70,7 +70,7 @@ def in_rows(leaves: list[Array]) -> list[Array]:
     return [row.reshape(leaf.shape) for row, leaf in zip(rows, leaves, strict=True)]
 
 
-def product_of_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
+def scale_bfloat16_bits(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     """`x * power * ratio` on the bit patterns of bfloat16.
 
     XLA on CPU (JAX 0.10.2) stores the result of a conversion such as `x.astype(jnp.float32)`, but

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 import optaxclip._border.devices as devices
-from optaxclip._base.states import refuse_state_as_updates
+from optaxclip._base.states import check_updates_not_state
 from optaxclip._base.types import PyTree
 
 State = TypeVar("State", covariant=True)
@@ -63,11 +63,11 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
     """
 
     @functools.wraps(init)
-    def init_on_mesh(params: PyTree) -> State:
-        return devices.typed_like(init(params), params)
+    def init_fn(params: PyTree) -> State:
+        return devices.place_on_mesh_of(init(params), params)
 
     @functools.wraps(update)
-    def update_on_device(
+    def update_fn(
         updates: PyTree, state: Any = _NO_STATE, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
         if state is _NO_STATE:
@@ -75,14 +75,14 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
                 "update() needs the state too: updates, state = tx.update(grads, state, params), "
                 "where the first state is tx.init(params)"
             )
-        arrays, back = devices.brought(updates, state, params, extra_args)
+        arrays, back = devices.move_to_device_memory(updates, state, params, extra_args)
         updates, state, params, extra_args = arrays
         new_updates, new_state = update(updates, state, params, **extra_args)
         new_updates, new_state = back(new_updates, new_state)
         return new_updates, new_state
 
-    of_state: Any = Transformation(init_on_mesh, update_on_device)  # pyright: ignore[reportArgumentType]
-    return of_state
+    tx: Any = Transformation(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+    return tx
 
 
 def stateless(update: Callable[..., Any]) -> Transformation[Any]:
@@ -95,13 +95,13 @@ def stateless(update: Callable[..., Any]) -> Transformation[Any]:
         del params
         return optax.EmptyState()
 
-    def handing_back(
+    def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        refuse_state_as_updates(updates, optax.EmptyState, "update")
+        check_updates_not_state(updates, optax.EmptyState, "update")
         return update(updates, params, **extra_args), state
 
-    return transformation(init, handing_back)
+    return transformation(init, update_fn)
 
 
 def global_view(
@@ -136,26 +136,26 @@ def global_view(
         def call(*operands: Any, **static: Any) -> Any:
             traced = [x for x in jax.tree.leaves(operands) if isinstance(x, Tracer)]
             if traced:
-                operands = devices.typed_like(operands, operands)
-            if compiled and not devices.are_staged(traced):
+                operands = devices.place_on_mesh_of(operands, operands)
+            if compiled and not devices.is_being_staged(traced):
                 return _compiled(fn, like, tuple(static.items()), operands)
             operands = jax.tree.map(jnp.asarray, operands)
-            return _with_own_mesh(fn, like, tuple(static.items()), operands)
+            return _call_on_own_mesh(fn, like, tuple(static.items()), operands)
 
         return call
 
     return decorate
 
 
-def _with_own_mesh(
+def _call_on_own_mesh(
     fn: Callable[..., Any],
     like: int | tuple[int, ...] | Callable[..., PyTree] | None,
     static: tuple[tuple[str, Any], ...],
     operands: tuple[Any, ...],
 ) -> Any:
     fn = functools.partial(fn, **dict(static))
-    types = devices.types_of(operands)
-    with devices.on_own_mesh(types):
+    types = devices.unique_avals(operands)
+    with devices.use_operand_mesh(types):
         mesh = devices.explicit_mesh(types)
         if mesh is not None:
             if like is None:
@@ -164,29 +164,29 @@ def _with_own_mesh(
                 out = like(*operands)
             else:
                 out = jax.tree.map(lambda position: operands[position], like)
-            fn = devices.with_automatic_axes(fn, mesh, jax.tree.map(devices.spec_of, out))
+            fn = devices.use_auto_axes(fn, mesh, jax.tree.map(devices.spec_of, out))
         return fn(*operands)
 
 
-_compiled = jax.jit(_with_own_mesh, static_argnums=(0, 1, 2), inline=True)
+_compiled = jax.jit(_call_on_own_mesh, static_argnums=(0, 1, 2), inline=True)
 
 
-def scanned(body: Callable[..., Any], start: PyTree, xs: PyTree, beside: PyTree) -> Any:
+def scan_on_mesh(body: Callable[..., Any], start: PyTree, xs: PyTree, closed_over: PyTree) -> Any:
     """`lax.scan(body, start, xs)` for a body that also uses `beside`, on any mesh.
 
     A plain `lax.scan` fails for seeds that `vmap` splits over an explicit mesh (JAX 0.10.2).
     """
-    with devices.on_own_mesh(devices.types_of(beside)):
-        return lax.scan(body, devices.typed_like(start, beside), xs)
+    with devices.use_operand_mesh(devices.unique_avals(closed_over)):
+        return lax.scan(body, devices.place_on_mesh_of(start, closed_over), xs)
 
 
-class Split(NamedTuple):
+class MeshSharding(NamedTuple):
     """How an array is split over an explicit mesh."""
 
     mesh: Any
     spec: PartitionSpec
 
-    def examples(self, number: int) -> tuple[str, ...] | None:
+    def axes_dividing(self, number: int) -> tuple[str, ...] | None:
         """The mesh axes over which `number` examples can be split evenly.
 
         Of the axes that split the first axis, the last are left out until the split is even.
@@ -197,13 +197,13 @@ class Split(NamedTuple):
         return names or None
 
 
-def split_as(
-    fn: Callable[..., Array], spec: Callable[[Split], tuple[Any, ...]], *arrays: Array
+def constrain_out_sharding(
+    fn: Callable[..., Array], spec: Callable[[MeshSharding], tuple[Any, ...]], *arrays: Array
 ) -> Array:
     """`fn(*arrays)`, split as `spec` says if one of the arrays is split over an explicit mesh."""
     sharding = next(filter(None, map(devices.explicit_sharding, arrays)), None)
     if sharding is None or devices.manual_axes():
         return fn(*arrays)
     mesh, of_array = sharding
-    specs = PartitionSpec(*spec(Split(mesh, of_array)))
-    return devices.with_automatic_axes(fn, mesh, specs)(*arrays)
+    specs = PartitionSpec(*spec(MeshSharding(mesh, of_array)))
+    return devices.use_auto_axes(fn, mesh, specs)(*arrays)

@@ -32,7 +32,7 @@ except ImportError:  # from JAX 0.11 on
 Axes = frozenset[str]
 
 
-def united(sets: Iterable[Iterable[str]]) -> Axes:
+def union_axes(sets: Iterable[Iterable[str]]) -> Axes:
     """The axes that are in some of these sets."""
     return Axes(itertools.chain.from_iterable(sets))
 
@@ -47,12 +47,12 @@ def varying_axes(x: Any) -> Axes:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def varying_together(tree: PyTree) -> Axes:
+def tree_varying_axes(tree: PyTree) -> Axes:
     """The manual axes over which JAX tracks that some leaf differs from device to device."""
-    return united(map(varying_axes, jax.tree.leaves(tree)))
+    return union_axes(map(varying_axes, jax.tree.leaves(tree)))
 
 
-def collectives(program: Any) -> frozenset[str]:
+def collective_primitives(program: Any) -> frozenset[str]:
     """The names of the operations of a program that exchange data between devices here."""
     found = frozenset[str]()
     for eqn in program.eqns:
@@ -61,11 +61,11 @@ def collectives(program: Any) -> frozenset[str]:
         if names & manual_axes() and eqn.primitive.name not in ("axis_index", "pvary", "pcast"):
             found |= {eqn.primitive.name}
         values = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
-        found |= united(collectives(x) for x in values if hasattr(x, "eqns"))
+        found |= union_axes(collective_primitives(x) for x in values if hasattr(x, "eqns"))
     return found
 
 
-def refuse_different(x: Any, axes: Iterable[str], argument: str) -> None:
+def check_replicated(x: Any, axes: Iterable[str], argument: str) -> None:
     """Refuses a number whose type says that it differs over devices along one of these axes."""
     different = sorted(varying_axes(x) & frozenset(axes))
     if different:
@@ -77,25 +77,25 @@ def refuse_different(x: Any, axes: Iterable[str], argument: str) -> None:
         )
 
 
-def shared_axes(axis_names: Iterable[str] | None) -> Axes:
+def norm_axes(axis_names: Iterable[str] | None) -> Axes:
     """The manual axes along which devices share a norm, as far as the user says it."""
     return manual_axes() if axis_names is None else frozenset(axis_names)
 
 
 @functools.cache
-def _staged_kind() -> type:
+def _jaxpr_tracer_type() -> type:
     """The class of arrays of a program that is being traced; it has no public name (JAX 0.10.2)."""
     found = []
     jax.make_jaxpr(lambda x: found.append(type(x)))(0.0)
     return found[0]
 
 
-def are_staged(traced: Sequence[Any]) -> bool:
+def is_being_staged(traced: Sequence[Any]) -> bool:
     """Whether there are traced arrays, all of a program that is being traced, as by `jit`."""
-    return bool(traced) and all(isinstance(x, _staged_kind()) for x in traced)
+    return bool(traced) and all(isinstance(x, _jaxpr_tracer_type()) for x in traced)
 
 
-def types_of(arrays: PyTree) -> list[Any]:
+def unique_avals(arrays: PyTree) -> list[Any]:
     """The types of these arrays, each once.
 
     Callers pass the types on, because `jax.typeof` is slow.
@@ -103,7 +103,7 @@ def types_of(arrays: PyTree) -> list[Any]:
     return list(dict.fromkeys(map(jax.typeof, jax.tree.leaves(arrays))))
 
 
-def refuse_partial_sums(types: Iterable[Any]) -> None:
+def check_not_unreduced(types: Iterable[Any]) -> None:
     """Refuses types of values that must be summed over devices before they have a norm."""
     for aval in types:
         spec = getattr(getattr(aval, "sharding", None), "spec", None)
@@ -116,7 +116,7 @@ def refuse_partial_sums(types: Iterable[Any]) -> None:
             )
 
 
-def alike(x: Array, like: Array) -> Array:
+def shard_like(x: Array, like: Array) -> Array:
     """`x`, which the compiler splits over devices in the same way as `like`.
 
     If types or the user decide how arrays are split, `x` is returned unchanged.
@@ -132,29 +132,29 @@ def alike(x: Array, like: Array) -> Array:
     return lax.select(never, like.astype(x.dtype), x)
 
 
-def are_tracked() -> bool:
+def has_vma_tracking() -> bool:
     """Whether there are manual axes, and JAX tracks which values vary over them."""
     axes = manual_axes()
-    return bool(axes) and varying_axes(vary(jnp.zeros(()), axes)) == axes
+    return bool(axes) and varying_axes(pvary(jnp.zeros(()), axes)) == axes
 
 
-def vary(x: Array, axes: Axes) -> Array:
+def pvary(x: Array, axes: Axes) -> Array:
     """`x`, typed as varying over these manual axes too."""
     missing = axes - varying_axes(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
-def varying_like(batch: PyTree, tree: PyTree) -> PyTree:
+def pvary_like(batch: PyTree, tree: PyTree) -> PyTree:
     """`tree`, typed inside `shard_map` as varying over the same devices as the batch.
 
     Without this, JAX would sum gradients over these devices, because the parameters do not vary
     over them: examples would be added up before they are clipped.
     """
-    axes = varying_together(batch)
-    return jax.tree.map(lambda x: vary(jnp.asarray(x), axes), tree) if axes else tree
+    axes = tree_varying_axes(batch)
+    return jax.tree.map(lambda x: pvary(jnp.asarray(x), axes), tree) if axes else tree
 
 
-def check_mapped(axis_names: Iterable[str]) -> None:
+def check_axis_names_bound(axis_names: Iterable[str]) -> None:
     """Checks that a function is mapped over these axes."""
     for name in axis_names:
         try:
@@ -166,27 +166,27 @@ def check_mapped(axis_names: Iterable[str]) -> None:
             ) from None
 
 
-def num_devices(axes: Iterable[str]) -> int:
+def axis_size(axes: Iterable[str]) -> int:
     """The number of devices along these axes."""
     return math.prod(map(lax.axis_size, axes))
 
 
-def part_of_one(x: Array, axes: Axes) -> Array:
+def share_among_replicas(x: Array, axes: Axes) -> Array:
     """What each device along these axes adds, so that the sum is the `x` that all of them hold."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        return x / num_devices(axes)
+        return x / axis_size(axes)
     # An integer has no such parts: the first device adds all.
     is_first = [lax.axis_index(axis) == 0 for axis in sorted(axes)]
     return jnp.where(functools.reduce(operator.and_, is_first), x, 0)
 
 
-def sum_over_devices(x: Array, axes: Axes) -> Array:
+def psum(x: Array, axes: Axes) -> Array:
     """The sum over the devices along these axes."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x
 
 
 @custom_jvp(nondiff_argnums=(1,))
-def largest(x: Array, axes: Axes) -> Array:
+def pmax(x: Array, axes: Axes) -> Array:
     """The maximum over the devices along these axes, of arrays without NaN.
 
     Arrays with NaN cannot use it, because `lax.pmax` loses a NaN on a CPU (JAX 0.10.2).
@@ -194,13 +194,13 @@ def largest(x: Array, axes: Axes) -> Array:
     return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
 
-@largest.defjvp
+@pmax.defjvp
 def _largest_jvp(axes: Axes, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents
-    maximum = largest(x, axes)
+    maximum = pmax(x, axes)
     is_there = (x == maximum).astype(x.dtype)
-    share = is_there / jnp.maximum(sum_over_devices(is_there, axes), 1)
-    return maximum, sum_over_devices(share * dx, axes)
+    share = is_there / jnp.maximum(psum(is_there, axes), 1)
+    return maximum, psum(share * dx, axes)
 
 
 def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
@@ -208,26 +208,26 @@ def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
     return _explicit_sharding(jax.typeof(x))
 
 
-def _explicit_sharding(of_type: Any) -> tuple[Any, PartitionSpec] | None:
-    sharding = getattr(of_type, "sharding", None)
+def _explicit_sharding(aval: Any) -> tuple[Any, PartitionSpec] | None:
+    sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or not axes_of(sharding.spec):
         return None
     return sharding.mesh, sharding.spec
 
 
-def lies_in_one_piece(arrays: PyTree) -> bool:
+def is_unsharded(arrays: PyTree) -> bool:
     """Whether no type of these arrays says that it may be split over devices."""
-    types = types_of(arrays)
+    types = unique_avals(arrays)
     is_split = manual_axes() or automatic_mesh(types) or any(map(_explicit_sharding, types))
     return not is_split
 
 
 def automatic_mesh(types: Iterable[Any]) -> Any:
     """The mesh in one of these types over which the compiler splits arrays, if there is one."""
-    return _mesh_with(AxisType.Auto, types)
+    return _find_mesh(AxisType.Auto, types)
 
 
-def _mesh_with(kind: AxisType, types: Iterable[Any]) -> Any:
+def _find_mesh(kind: AxisType, types: Iterable[Any]) -> Any:
     for of_type in types:
         sharding = getattr(of_type, "sharding", None)
         if sharding is not None and kind in sharding.mesh.axis_types:
@@ -242,7 +242,7 @@ def explicit_mesh(types: Iterable[Any]) -> Any:
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def gathered(x: Any) -> Any:
+def replicate(x: Any) -> Any:
     """`x`, in full on each device of the explicit mesh in its type.
 
     JAX 0.10.2 can neither sort an array along an axis that is split, nor write a row into it.
@@ -253,46 +253,48 @@ def gathered(x: Any) -> Any:
     return jax.sharding.reshard(x, NamedSharding(sharding[0], PartitionSpec()))
 
 
-def on_own_mesh(types: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+def use_operand_mesh(types: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """Sets the explicit mesh on which traced arrays of these types lie, if no mesh is set.
 
     Without it, JAX 0.10.2 cannot stack arrays under `vmap` that are split over an explicit mesh.
     """
-    mesh = None if current_mesh() else _mesh_with(AxisType.Explicit, types)
+    mesh = None if current_mesh() else _find_mesh(AxisType.Explicit, types)
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
-def typed_like(tree: PyTree, like: PyTree) -> PyTree:
+def place_on_mesh_of(tree: PyTree, like: PyTree) -> PyTree:
     """`tree`, with its arrays typed as lying on all devices of the explicit mesh of `like`.
 
     Without it, JAX 0.10.2 under `vmap` over an axis of the mesh can neither join mapped arrays with
     unmapped ones, nor carry through `scan` what starts unmapped. In eager mode nothing changes.
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(like))
-    mesh = _mesh_with(AxisType.Explicit, types_of(like)) if is_traced else None
-    return tree if mesh is None else jax.tree.map(functools.partial(_typed, mesh=mesh), tree)
+    mesh = _find_mesh(AxisType.Explicit, unique_avals(like)) if is_traced else None
+    return (
+        tree if mesh is None else jax.tree.map(functools.partial(_place_on_mesh, mesh=mesh), tree)
+    )
 
 
-def on_set_mesh(x: Array) -> Array:
+def place_on_current_mesh(x: Array) -> Array:
     """A traced array, typed as lying on all devices of the explicit mesh that is set."""
     mesh = current_mesh()
     is_explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-    return _typed(x, mesh) if is_explicit and isinstance(x, Tracer) else x
+    return _place_on_mesh(x, mesh) if is_explicit and isinstance(x, Tracer) else x
 
 
-def _typed(x: Any, mesh: Any) -> Any:
+def _place_on_mesh(x: Any, mesh: Any) -> Any:
     if not isinstance(x, Array) or not jax.typeof(x).sharding.mesh.empty:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
 
-def zeros_like_type(of_type: Any, around: Sequence[int] = ()) -> Array:
+def zeros_like_aval(aval: Any, leading_axes: Sequence[int] = ()) -> Array:
     """Zeros of a type, with the axes `around` in front, split over an explicit mesh as it says."""
-    zeros = jnp.zeros((*around, *of_type.shape), of_type.dtype)
-    sharding = getattr(of_type, "sharding", None)
+    zeros = jnp.zeros((*leading_axes, *aval.shape), aval.dtype)
+    sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
         return zeros
-    spec = PartitionSpec(*(None for _ in around), *sharding.spec)
+    spec = PartitionSpec(*(None for _ in leading_axes), *sharding.spec)
     return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
 
 
@@ -308,7 +310,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     return lax.concatenate([lax.broadcast_in_dim(x, shape, kept) for x in arrays], axis)
 
 
-def in_place_of(old: PyTree, new: PyTree) -> PyTree:
+def reuse_buffers(old: PyTree, new: PyTree) -> PyTree:
     """`new`, each leaf of which `jit` can put where that of `old` is, if that is donated.
 
     `jit` drops an argument that nothing reads, so a state that is only written would lie elsewhere
@@ -317,19 +319,19 @@ def in_place_of(old: PyTree, new: PyTree) -> PyTree:
     norm would add 0.9 ms in the place of 0.4 ms. XLA removes the choice between the two.
     """
 
-    def chosen(x: Array, y: Array) -> Array:
+    def choose_structure(x: Array, y: Array) -> Array:
         return lax.select(np.True_, x, y) if isinstance(y, Tracer) else x
 
     # The structure is that of `new`: a state before may have lost its names.
-    return jax.tree.map(chosen, new, old)
+    return jax.tree.map(choose_structure, new, old)
 
 
-def is_of_both_kinds(mesh: Any) -> bool:
+def has_mixed_axis_types(mesh: Any) -> bool:
     """Whether a mesh has explicit axes and automatic ones."""
     return mesh is not None and {AxisType.Explicit, AxisType.Auto} <= set(mesh.axis_types)
 
 
-def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
+def use_auto_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
     """`fn` with the mesh's explicit axes made automatic, so that the compiler splits arrays.
 
     Manual axes stay manual. `out_specs` has a `PartitionSpec` for each array that `fn` returns.
@@ -358,7 +360,7 @@ def spec_names(entry: Any) -> tuple[str, ...]:
 
 def axes_of(spec: PartitionSpec) -> Axes:
     """The mesh axes over which a spec splits an array."""
-    return united(map(spec_names, spec))
+    return union_axes(map(spec_names, spec))
 
 
 def current_mesh() -> Any:
@@ -367,12 +369,12 @@ def current_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
-def replicated(x: Array, mesh: Any) -> Array:
+def constrain_replicated(x: Array, mesh: Any) -> Array:
     """`x`, with a full copy on every device."""
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
-def memories(tree: PyTree) -> list[Any]:
+def memory_spaces(tree: PyTree) -> list[Any]:
     """For each leaf, the memory that holds it; None for the device's default memory."""
     return [_memory(x) for x in jax.tree.leaves(tree)]
 
@@ -386,37 +388,43 @@ def _memory(x: Any) -> Any:
     return jax.memory.Space.Host if is_in_host else None
 
 
-def brought(*trees: PyTree) -> tuple[tuple[PyTree, ...], Callable[..., tuple[PyTree, ...]]]:
+def move_to_device_memory(
+    *trees: PyTree,
+) -> tuple[tuple[PyTree, ...], Callable[..., tuple[PyTree, ...]]]:
     """The trees with all arrays in the default memory of their device, and a function back.
 
     That function takes results like the first of the trees, and moves each array of a result to the
     memory that the tree's array was in. A result for a tree that was None stays where it is.
     """
-    if set(memories(trees)) <= {None}:
+    if set(memory_spaces(trees)) <= {None}:
         return trees, lambda *results: results
 
-    def back(*results: PyTree) -> tuple[PyTree, ...]:
+    def restore_memory_spaces(*results: PyTree) -> tuple[PyTree, ...]:
         with_homes = zip(results, trees, strict=False)
-        return tuple(x if tree is None else moved(x, memories(tree)) for x, tree in with_homes)
+        return tuple(
+            x if tree is None else put_leaves(x, memory_spaces(tree)) for x, tree in with_homes
+        )
 
-    return tuple(map(to_device, trees)), back
+    return tuple(map(put_on_device, trees)), restore_memory_spaces
 
 
-def to_device(tree: PyTree) -> PyTree:
+def put_on_device(tree: PyTree) -> PyTree:
     """The tree with all arrays in the default memory of their device."""
-    homes = memories(tree)
-    return moved(tree, [None if home is None else jax.memory.Space.Device for home in homes])
+    homes = memory_spaces(tree)
+    return put_leaves(tree, [None if home is None else jax.memory.Space.Device for home in homes])
 
 
-def on_device(x: Any) -> Any:
+def template_on_device(x: Any) -> Any:
     """`x`, or a template like it for `jnp.zeros_like`, in the default memory of its device."""
     if _memory(x) is None or isinstance(x, Tracer):
         return x
-    home = x.sharding.with_memory_kind(next(iter(x.sharding.device_set)).default_memory().kind)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
+    memory_space = x.sharding.with_memory_kind(
+        next(iter(x.sharding.device_set)).default_memory().kind
+    )
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=memory_space)
 
 
-def moved(tree: PyTree, to: Sequence[Any]) -> PyTree:
+def put_leaves(tree: PyTree, to: Sequence[Any]) -> PyTree:
     """The tree with each leaf in the memory given for it; a leaf with None stays where it is."""
     leaves, treedef = jax.tree.flatten(tree)
     with_homes = zip(leaves, to, strict=True)

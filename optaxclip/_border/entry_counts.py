@@ -17,16 +17,16 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._border.devices as devices
-from optaxclip._base.numerics import fixed_size
-from optaxclip._base.ranges import bounds
+from optaxclip._base.numerics import static_size_or_none
+from optaxclip._base.ranges import edge_bit_patterns
 
-WORD = 16
+WORD_BITS = 16
 """Counts are kept in two words, the lower of which has this many bits."""
 
 
 def num_counts(*, wide: bool) -> int:
     """How many counts a group has: one for each part between two thresholds, and at the ends."""
-    return len(bounds(wide=wide)) + 1
+    return len(edge_bit_patterns(is_float64=wide)) + 1
 
 
 def counts_by_size(
@@ -45,24 +45,24 @@ def counts_by_size(
     Returns:
       uint32[*other axes, 2, counts]: the lower 16 bits, and the rest.
     """
-    known = fixed_size(size)
+    known = static_size_or_none(size)
     is_huge = known is None or known >= 2**31
     integer = jnp.dtype(jnp.uint64 if is_huge else jnp.uint32)
     with jax.enable_x64(True) if wide or is_huge else contextlib.nullcontext():
         found = _counts(leaf, axes, integer, wide, in_one_piece or bool(devices.manual_axes()))
         lacking = size - math.prod(leaf.shape[axis] for axis in axes)
-        if fixed_size(lacking) != 0:
+        if static_size_or_none(lacking) != 0:
             found = found.at[..., 0].add(jnp.asarray(lacking, integer))
-        low = (found & integer.type(2**WORD - 1)).astype(jnp.uint32)
-        high = (found >> integer.type(WORD)).astype(jnp.uint32)
+        low = (found & integer.type(2**WORD_BITS - 1)).astype(jnp.uint32)
+        high = (found >> integer.type(WORD_BITS)).astype(jnp.uint32)
         return devices.stack([low, high], axis=found.ndim - 1)
 
 
-def carried(words: Array) -> Array:
+def propagate_carry(words: Array) -> Array:
     """Counts `[..., 2, counts]`, summed along axis 0, with the lower words below 2**16 again."""
     low, high = (lax.reduce_sum(lax.index_in_dim(words, i, -2), [0]) for i in range(2))
-    rest = low & np.uint32(2**WORD - 1)
-    return lax.concatenate([rest, high + (low >> np.uint32(WORD))], low.ndim - 2)
+    rest = low & np.uint32(2**WORD_BITS - 1)
+    return lax.concatenate([rest, high + (low >> np.uint32(WORD_BITS))], low.ndim - 2)
 
 
 # A compiled function of its own, so that it is traced once for leaves that are alike.
@@ -77,45 +77,50 @@ def _counts(
     product of two arrays of zeros and ones takes a fortieth of the cycles of comparing.
     """
 
-    def way(count: Callable[..., Array], chunk: int | None, **more: Any) -> Callable[..., Array]:
+    def strategy(
+        count: Callable[..., Array], chunk: int | None, **more: Any
+    ) -> Callable[..., Array]:
         count = functools.partial(count, axes=axes, integer=integer, wide=wide, **more)
-        return functools.partial(_in_chunks, count=count, axes=axes, chunk=chunk)
+        return functools.partial(_count_in_chunks, count=count, axes=axes, chunk=chunk)
 
-    chunk = CHUNK if is_whole else None
+    chunk = CHUNK_SIZE if is_whole else None
     # Of a leaf that many devices share each has few entries.
     lanes = LANES if is_whole else LANES // 8
-    on_cpu, on_gpu = way(_added, chunk, lanes=1), way(_added, None, lanes=lanes)
+    on_cpu, on_gpu = (
+        strategy(_count_by_scatter, chunk, lanes=1),
+        strategy(_count_by_scatter, None, lanes=lanes),
+    )
     is_narrow = not wide and integer == jnp.uint32
-    elsewhere = way(_multiplied if is_narrow else _compared, chunk)
+    elsewhere = strategy(_count_by_matmul if is_narrow else _count_by_comparison, chunk)
     return lax.platform_dependent(leaf, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
 
 
-CHUNK = 2**20
+CHUNK_SIZE = 2**20
 """About how many entries a CPU and a TPU take at a time, so that what is made of them is small."""
 LANES = 256
 """On a GPU so many counts of each part are kept, because threads wait to add to the same one."""
 
 
-def _in_chunks(
+def _count_in_chunks(
     leaf: Array, *, count: Callable[[Array], Array], axes: tuple[int, ...], chunk: int | None
 ) -> Array:
     """The counts of a leaf, about `chunk` entries at a time; of all at once if that is None."""
-    size = fixed_size(math.prod(leaf.shape))
+    size = static_size_or_none(math.prod(leaf.shape))
     if chunk is None or size is None or size <= chunk or not axes:
         return count(leaf)
     axis = max(axes, key=lambda axis: leaf.shape[axis])
     length, step = leaf.shape[axis], max(leaf.shape[axis] * chunk // size, 1)
     step -= step % 128 if step > 128 else 0  # rows of a TPU's memory
-    turns = length // step
+    num_chunks = length // step
 
-    def counted(i: Any, counts: Array) -> Array:
+    def add_chunk(i: Any, counts: Array) -> Array:
         return counts + count(lax.dynamic_slice_in_dim(leaf, i * step, step, axis))
 
-    rest = count(lax.slice_in_dim(leaf, turns * step, length, axis=axis))
-    return lax.fori_loop(0, turns, counted, devices.vary(rest, devices.varying_axes(leaf)))
+    rest = count(lax.slice_in_dim(leaf, num_chunks * step, length, axis=axis))
+    return lax.fori_loop(0, num_chunks, add_chunk, devices.pvary(rest, devices.varying_axes(leaf)))
 
 
-def _added(
+def _count_by_scatter(
     leaf: Array, *, axes: tuple[int, ...], integer: jnp.dtype, wide: bool, lanes: int
 ) -> Array:
     """The counts over some axes: adds each entry to that of its part, in one of several lanes."""
@@ -125,9 +130,9 @@ def _added(
     for axis in kept:
         group = group * leaf.shape[axis] + lax.broadcasted_iota(jnp.int32, leaf.shape, axis)
     # Few entries get few lanes, whose memory would else be more than that of the leaf.
-    many = fixed_size(math.prod(leaf.shape[axis] for axis in axes)) or 0
+    many = static_size_or_none(math.prod(leaf.shape[axis] for axis in axes)) or 0
     lanes = 2 ** max(min(lanes, many >> 14).bit_length() - 1, 0)
-    place = group * parts + _part(leaf, wide=wide)
+    place = group * parts + _bin_index(leaf, wide=wide)
     if lanes > 1:
         # Neighbouring entries, which a GPU takes at once, get neighbouring lanes.
         of_axes = [lax.broadcasted_iota(jnp.int32, leaf.shape, axis) for axis in axes]
@@ -138,39 +143,43 @@ def _added(
     return lax.reduce_sum(counts, [counts.ndim - 1])
 
 
-def _multiplied(leaf: Array, *, axes: tuple[int, ...], integer: jnp.dtype, wide: bool) -> Array:
+def _count_by_matmul(
+    leaf: Array, *, axes: tuple[int, ...], integer: jnp.dtype, wide: bool
+) -> Array:
     """The same: a part has two digits, and each entry a one at each of its two digits."""
-    part, bits = _part(leaf, wide=wide), np.int32(5)
+    part, bits = _bin_index(leaf, wide=wide), np.int32(5)
     base = 1 << int(bits)
     digits = [part >> bits, part & np.int32(base - 1)]
     kept = [axis for axis in range(leaf.ndim) if axis not in axes]
 
-    def ones(digit: Array) -> Array:
+    def one_hot(digit: Array) -> Array:
         shape = (base, *digit.shape)
         of_entries = lax.broadcast_in_dim(digit, shape, range(1, len(shape)))
         return lax.eq(of_entries, lax.broadcasted_iota(jnp.int32, shape, 0)).astype(jnp.int8)
 
     summed, batch = (tuple(axis + 1 for axis in each) for each in (axes, kept))
     numbers = ((summed, summed), (batch, batch))
-    high, low = map(ones, digits)
+    high, low = map(one_hot, digits)
     counts = lax.dot_general(high, low, numbers, preferred_element_type=jnp.int32)
     counts = counts.reshape(*counts.shape[:-2], base**2)[..., : num_counts(wide=wide)]
     return counts.astype(integer)
 
 
-def _compared(leaf: Array, *, axes: tuple[int, ...], integer: jnp.dtype, wide: bool) -> Array:
+def _count_by_comparison(
+    leaf: Array, *, axes: tuple[int, ...], integer: jnp.dtype, wide: bool
+) -> Array:
     """The same: compares each entry with each part."""
     shape = (*leaf.shape, num_counts(wide=wide))
-    of_entries = lax.broadcast_in_dim(_part(leaf, wide=wide), shape, range(leaf.ndim))
+    of_entries = lax.broadcast_in_dim(_bin_index(leaf, wide=wide), shape, range(leaf.ndim))
     is_there = lax.eq(of_entries, lax.broadcasted_iota(jnp.int32, shape, leaf.ndim))
     return lax.reduce_sum(is_there.astype(integer), axes)
 
 
-def _part(leaf: Array, *, wide: bool) -> Array:
+def _bin_index(leaf: Array, *, wide: bool) -> Array:
     """For each entry the number of its part, which is how many thresholds it is above: int32."""
-    bits = _patterns(leaf, wide=wide)
+    bits = _magnitude_bits(leaf, wide=wide)
     integer, digits = bits.dtype.type, jnp.finfo(jnp.float64 if wide else jnp.float32).nmant
-    patterns = bounds(wide=wide)
+    patterns = edge_bit_patterns(is_float64=wide)
     is_subnormal_power = (patterns < 2**digits) & (patterns & (patterns - integer(1)) == 0)
     is_power = is_subnormal_power | (patterns % integer(2**digits) == 0)
     # How many of 0, the powers of two and infinity there are below follows from the exponent.
@@ -183,11 +192,13 @@ def _part(leaf: Array, *, wide: bool) -> Array:
     return place
 
 
-def _patterns(x: Array, *, wide: bool) -> Array:
+def _magnitude_bits(x: Array, *, wide: bool) -> Array:
     """The bit patterns of the moduli of entries, as float32, or as float64 if `wide`."""
     kind = jnp.uint64 if wide else jnp.uint32
     if jnp.iscomplexobj(x):
-        return _modulus(_patterns(x.real, wide=wide), _patterns(x.imag, wide=wide))
+        return _complex_abs_bits(
+            _magnitude_bits(x.real, wide=wide), _magnitude_bits(x.imag, wide=wide)
+        )
     if x.dtype == jnp.float64:
         return lax.bitcast_convert_type(x, kind) & np.uint64(2**63 - 1)
     if x.dtype == jnp.bfloat16:
@@ -203,7 +214,7 @@ def _patterns(x: Array, *, wide: bool) -> Array:
     return lax.bitcast_convert_type(jnp.where(bits < 2**23, subnormal, normal), kind)
 
 
-def _modulus(x: Array, y: Array) -> Array:
+def _complex_abs_bits(x: Array, y: Array) -> Array:
     """The pattern of the modulus of a complex number, from the patterns of its parts.
 
     No square leaves the range, subnormal parts count, and a modulus beyond the range becomes the
@@ -218,7 +229,7 @@ def _modulus(x: Array, y: Array) -> Array:
     large, small = lax.max(x, y), lax.min(x, y)
     is_low, is_high = large < one * shift, large >= infinity - one * shift
 
-    def scaled(bits: Array) -> Array:
+    def rescale(bits: Array) -> Array:
         """The number times 2**shift if the larger part is small, times 2**-shift if it is large."""
         of_subnormal = lax.bitcast_convert_type(bits.astype(real) * by, integer)
         up = jnp.where(bits < one, of_subnormal, bits + one * shift)
@@ -226,8 +237,8 @@ def _modulus(x: Array, y: Array) -> Array:
         bits = jnp.where(is_low, up, jnp.where(is_high, down, bits))
         return lax.bitcast_convert_type(bits, real)
 
-    length = scaled(large)
-    ratio = scaled(small) / jnp.where(length > 0, length, real(1))
+    length = rescale(large)
+    ratio = rescale(small) / jnp.where(length > 0, length, real(1))
     length = length * jnp.sqrt(1 + ratio * ratio)
     bits = lax.bitcast_convert_type(length, integer)
     subnormal = lax.round(length / by, lax.RoundingMethod.TO_NEAREST_EVEN).astype(integer)

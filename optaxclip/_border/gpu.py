@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._base.numerics import entries, fixed_size
+from optaxclip._base.numerics import cast_elements, static_size_or_none
 from optaxclip.norms import Norm
 
 
@@ -52,22 +52,24 @@ def sums_in_float64(
     (by number) are the same: the first one's sum is that of all, and the others' are 0. This takes
     two kernels for 16 leaves, where a sum for each takes 16.
     """
-    alike = collections.defaultdict[Any, list[int]](list)
+    batches = collections.defaultdict[Any, list[int]](list)
     for i, x in enumerate(leaves):
         is_small = (
-            in_one_piece and len(axes[i]) == x.ndim and (fixed_size(x.size) or _SMALL) < _SMALL
+            in_one_piece
+            and len(axes[i]) == x.ndim
+            and (static_size_or_none(x.size) or _SMALL) < _SMALL
         )
-        alike[(groups[i], x.shape, x.dtype) if is_small else i].append(i)
+        batches[(groups[i], x.shape, x.dtype) if is_small else i].append(i)
     sums = [jnp.zeros(())] * len(leaves)
-    for members in alike.values():
-        for start in range(0, len(members), _AT_ONCE):
-            few = members[start : start + _AT_ONCE]
+    for members in batches.values():
+        for start in range(0, len(members), _BATCH_SIZE):
+            few = members[start : start + _BATCH_SIZE]
             each = tuple(leaves[i] for i in few)
             sums[few[0]] = _sum(each, axes[few[0]], norm, in_one_piece)
     return sums
 
 
-def added_up(x: Array) -> Array:
+def sum_leading_axis(x: Array) -> Array:
     """The sum along the first axis."""
     return lax.reduce_sum(x, [0])
 
@@ -76,21 +78,21 @@ def added_up(x: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _sum(leaves: tuple[Array, ...], axes: tuple[int, ...], norm: Norm, in_one_piece: bool) -> Array:
     """The sum over all of these leaves, which are alike."""
-    powers = functools.reduce(lax.add, [norm.map(_widened(leaf)) for leaf in leaves])
+    powers = functools.reduce(lax.add, [norm.map(_convert_to_float64(leaf)) for leaf in leaves])
     if jnp.finfo(leaves[0].dtype).bits < 32:
-        powers = _folded(powers, axes, in_one_piece)
+        powers = _partial_sums(powers, axes, in_one_piece)
     return lax.reduce_sum(powers, axes)
 
 
-def _widened(leaf: Array) -> Array:
+def _convert_to_float64(leaf: Array) -> Array:
     if leaf.dtype != jnp.float32:
-        return entries(leaf, jnp.float64)
+        return cast_elements(leaf, jnp.float64)
     # `abs` changes no power, but without it XLA stores more intermediate results (JAX 0.10.2, H100,
     # 256 gradients of examples at once: 29.6 reads and writes with it, 31.8 without).
     return jnp.abs(leaf).astype(jnp.float64)
 
 
-def _folded(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
+def _partial_sums(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
     """Partial sums of up to 256 entries along the last summed axes, if the columns are few.
 
     Without these, XLA (JAX 0.10.2) stores the converted entries of narrow dtypes, and AGC of
@@ -98,7 +100,11 @@ def _folded(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
     """
     last = max(axes, default=-1)
     columns = x.shape[last + 1 :]
-    if fixed_size(x.size) is None or not (axes and columns) or math.prod(columns) >= _MANY_COLUMNS:
+    if (
+        static_size_or_none(x.size) is None
+        or not (axes and columns)
+        or math.prod(columns) >= _MAX_FOLDED_COLUMNS
+    ):
         return x
     first = last
     # Adjacent axes count as one, because convolutions have few channels: AGC of a ResNet-50 moves
@@ -118,8 +124,8 @@ def _folded(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
     return lax.optimization_barrier(rows.reshape(*front, *ones, count // fold, *columns))
 
 
-_MANY_COLUMNS = 1536
+_MAX_FOLDED_COLUMNS = 1536
 """With this many columns or more, XLA stores no converted entries (JAX 0.10.2, for an H100)."""
 
-_SMALL, _AT_ONCE = 2**16, 16
+_SMALL, _BATCH_SIZE = 2**16, 16
 """From how many entries on a leaf has a kernel of its own; how many smaller ones share one."""

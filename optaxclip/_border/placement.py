@@ -3,7 +3,7 @@
 This is found once for an update, from what the user says (`axis_name=`, `specs=`) and from the
 types of the leaves. Inside of `shard_map` and `pmap` a leaf is what one device holds. There each
 device writes the sums of its leaves into an array with places for all groups, and these arrays are
-added up over the devices: so norms, limits, multipliers and records are the same on all devices.
+added up over the devices: so norms, thresholds, multipliers and records are the same on all devices.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
+from optaxclip._base.trees import FlatTree, broadcast_prefix, is_sparse
 from optaxclip._base.types import PyTree
 from optaxclip._border.devices import Axes
-from optaxclip._border.leaf_sums import AtScales
+from optaxclip._border.leaf_sums import ScaledSums
 from optaxclip.scopes import Scope
 
-Kept = tuple[tuple[str, ...], ...]
+KeptAxes = tuple[tuple[str, ...], ...]
 """For each axis of an array of norms, the mapped axes that split it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class LeafShardings:
     """How the leaves of one update lie on devices; static, part of a compiled function's key.
 
     Attributes:
@@ -46,22 +46,22 @@ class Placement:
       automatic_mesh: the mesh over which the compiler may split leaves without showing it in types.
     """
 
-    reduced: tuple[Axes, ...]
-    kept: tuple[Kept, ...]
-    in_one_piece: bool
+    reduced_mesh_axes: tuple[Axes, ...]
+    kept_mesh_axes: tuple[KeptAxes, ...]
+    is_unsharded: bool
     mesh: Any = None
     specs: tuple[PartitionSpec, ...] = ()
     explicit_mesh: Any = None
     automatic_mesh: Any = None
 
     @classmethod
-    def unsplit(cls, leaves: Sequence[Any]) -> "Placement":
+    def unsharded(cls, leaves: Sequence[Any]) -> "LeafShardings":
         """The placement of leaves of which no group is split over devices."""
         nothing: Axes = frozenset()
-        in_one_piece = devices.lies_in_one_piece(leaves)
+        in_one_piece = devices.is_unsharded(leaves)
         return cls((nothing,) * len(leaves), ((),) * len(leaves), in_one_piece)
 
-    def on_each_device(self, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def map_shards(self, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """`fn`, called with what each device holds of the leaves, if that is known.
 
         Otherwise it gets the leaves as they are. Its results are the same on all devices.
@@ -69,23 +69,23 @@ class Placement:
         if self.mesh is None:
             return fn
         # Types do not show automatic axes, over which the compiler may split leaves.
-        shown = devices.is_of_both_kinds(self.explicit_mesh)
+        shown = devices.has_mixed_axis_types(self.explicit_mesh)
         return jax.shard_map(
             fn,
             mesh=self._mesh,
             in_specs=(list(self.specs),),
             out_specs=PartitionSpec(),
-            axis_names=devices.united(map(devices.axes_of, self.specs)) if shown else Axes(),
+            axis_names=devices.union_axes(map(devices.axes_of, self.specs)) if shown else Axes(),
         )
 
-    def on_all_devices(self, x: Array) -> Array:
+    def replicate(self, x: Array) -> Array:
         """`x`, of which every device keeps a copy.
 
         Without this, XLA splits the multipliers of all leaves as it splits one leaf, so devices
         send each other the parts that others need: AGC on eight H100s takes 82 collective permutes.
         """
         mesh = self.automatic_mesh if self.mesh is None else self._mesh
-        return x if mesh is None else devices.replicated(x, mesh)
+        return x if mesh is None else devices.constrain_replicated(x, mesh)
 
     @property
     def _mesh(self) -> Any:
@@ -93,9 +93,9 @@ class Placement:
         # the current one.
         return self.mesh if self.explicit_mesh is None else devices.current_mesh()
 
-    def shares(
-        self, sums: Sequence[AtScales], shapes: Sequence[tuple[int, ...]], *, by_max: bool
-    ) -> Sequence[AtScales]:
+    def local_sums(
+        self, sums: Sequence[ScaledSums], shapes: Sequence[tuple[int, ...]], *, use_max: bool
+    ) -> Sequence[ScaledSums]:
         """For each leaf, what this device adds to the sums, or the maxima, over devices.
 
         The sums are of what this device holds; those of whole leaves have the given shapes. If
@@ -103,58 +103,58 @@ class Placement:
         once.
         """
         if self.automatic_mesh is not None:
-            sums = list(map(self._together, sums))
+            sums = list(map(self._replicate_stacked, sums))
         if not self.all_axes:
             return sums
 
-        def share(leaf: int) -> AtScales:
+        def share(leaf: int) -> ScaledSums:
             replicated = self.all_axes - self.axes_of(leaf)
-            replicas = 1 if by_max else devices.num_devices(replicated)
-            spread = tuple(self._spread(leaf, x, shapes[leaf]) for x in sums[leaf])
+            replicas = 1 if use_max else devices.axis_size(replicated)
+            spread = tuple(self._pad_to_global(leaf, x, shapes[leaf]) for x in sums[leaf])
             if replicas == 1:
                 return spread
-            return tuple(devices.part_of_one(x, replicated) for x in spread)
+            return tuple(devices.share_among_replicas(x, replicated) for x in spread)
 
         return list(map(share, range(len(sums))))
 
-    def totals(self, sums: Sequence[Array], *, by_max: bool) -> Sequence[Array]:
+    def all_reduce(self, sums: Sequence[Array], *, use_max: bool) -> Sequence[Array]:
         """The sums or maxima over devices of arrays of one shape, in one collective."""
         if not self.all_axes:
             return sums
-        combine = devices.largest if by_max else devices.sum_over_devices
+        combine = devices.pmax if use_max else devices.psum
         varying = self.all_axes & devices.manual_axes()
-        found = combine(devices.stack([devices.vary(x, varying) for x in sums]), self.all_axes)
+        found = combine(devices.stack([devices.pvary(x, varying) for x in sums]), self.all_axes)
         return [found[k] for k in range(len(sums))]
 
-    def _together(self, sums: AtScales) -> AtScales:
+    def _replicate_stacked(self, sums: ScaledSums) -> ScaledSums:
         """The sums of one leaf, which every device gets in one operation.
 
         Without this, the compiler would leave the sums split as the leaf is.
         """
-        return tuple(self.on_all_devices(devices.stack(sums))) if sums[0].ndim else sums
+        return tuple(self.replicate(devices.stack(sums))) if sums[0].ndim else sums
 
-    def num_parts(self, leaf: int) -> int:
+    def num_shards(self, leaf: int) -> int:
         """How many parts the groups of a leaf are split into; a device holds one part."""
         is_whole = self.mesh is not None and not devices.manual_axes()
-        return 1 if is_whole else devices.num_devices(self.reduced[leaf])
+        return 1 if is_whole else devices.axis_size(self.reduced_mesh_axes[leaf])
 
     @functools.cached_property
     def all_axes(self) -> Axes:
         """All mapped axes over which some leaf is split."""
-        return devices.united(map(self.axes_of, range(len(self.reduced))))
+        return devices.union_axes(map(self.axes_of, range(len(self.reduced_mesh_axes))))
 
     def axes_of(self, leaf: int) -> Axes:
         """All mapped axes over which a leaf is split."""
-        return self.reduced[leaf] | devices.united(self.kept[leaf])
+        return self.reduced_mesh_axes[leaf] | devices.union_axes(self.kept_mesh_axes[leaf])
 
-    def _spread(self, leaf: int, sums: Array, shape: tuple[int, ...]) -> Array:
+    def _pad_to_global(self, leaf: int, sums: Array, shape: tuple[int, ...]) -> Array:
         """The sums of all groups of a leaf, with 0 for groups that this device does not hold."""
-        if not any(self.kept[leaf]):
+        if not any(self.kept_mesh_axes[leaf]):
             return sums
-        start = self._start(leaf, sums.shape)
+        start = self._local_offset(leaf, sums.shape)
         return lax.dynamic_update_slice(jnp.zeros(shape, sums.dtype), sums, start)
 
-    def own_parts(
+    def local_slices(
         self, arrays: Sequence[Array], leaves: Sequence[Any], axes: Sequence[tuple[int, ...]]
     ) -> list[Array]:
         """This device's parts of arrays, each of which has an entry for each group of a leaf.
@@ -166,35 +166,37 @@ class Placement:
             return list(arrays)
 
         def own_part(leaf: int, x: Array) -> Array:
-            if not any(self.kept[leaf]):
+            if not any(self.kept_mesh_axes[leaf]):
                 return x
             sizes = enumerate(np.shape(leaves[leaf]))
             shape = tuple(size for axis, size in sizes if axis not in axes[leaf])
             front = x.shape[: x.ndim - len(shape)]
-            start = [np.int32(0)] * len(front) + self._start(leaf, shape)
+            start = [np.int32(0)] * len(front) + self._local_offset(leaf, shape)
             return lax.dynamic_slice(x, start, front + shape)
 
         return list(map(own_part, range(len(arrays)), arrays))
 
-    def _start(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
-        with_sizes = zip(self.kept[leaf], shape, strict=True)
+    def _local_offset(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
+        with_sizes = zip(self.kept_mesh_axes[leaf], shape, strict=True)
         # int32 throughout, because with 64-bit types enabled the dtypes would be mixed.
         return [lax.axis_index(axes) * size if axes else np.int32(0) for axes, size in with_sizes]
 
 
-class Told(NamedTuple):
+class ShardingHints(NamedTuple):
     """What the user says of how leaves are split: all over these axes, or by specs."""
 
     axis_names: tuple[str, ...] | None
     specs: PyTree
 
 
-def grouped(scope: Scope, flat: FlatTree, told: Told) -> Grouping:
+def apply_scope(scope: Scope, flat: FlatTree, sharding_hints: ShardingHints) -> Grouping:
     """The groups that a scope finds in a tree, of which each device may hold a part."""
-    names = frozenset(told.axis_names or ())
+    names = frozenset(sharding_hints.axis_names or ())
     if devices.manual_axes() or names:
-        split = None if told.specs is None else _given_specs(flat, told.specs)[1]
-        flat = flat._replace(global_shapes=_global_shapes(flat.measured_leaves(), names, split))
+        split = (
+            None if sharding_hints.specs is None else _resolve_specs(flat, sharding_hints.specs)[1]
+        )
+        flat = flat._replace(global_shapes=_global_shapes(flat.inexact_leaves(), names, split))
     grouping = scope(flat)
     all_names = tuple(grouping.names)
     if all_names != tuple(sorted(set(all_names))):
@@ -205,35 +207,37 @@ def grouped(scope: Scope, flat: FlatTree, told: Told) -> Grouping:
     return grouping
 
 
-def located(grouping: Grouping, flat: FlatTree, told: Told) -> Placement:
+def infer_shardings(
+    grouping: Grouping, flat: FlatTree, sharding_hints: ShardingHints
+) -> LeafShardings:
     """How the leaves of a tree with these groups lie on devices."""
-    leaves, manual = flat.measured_leaves(), devices.manual_axes()
-    axis_names, specs = told
-    devices.check_mapped(axis_names or ())
-    types = devices.types_of(leaves)
-    devices.refuse_partial_sums(types)
+    leaves, manual = flat.inexact_leaves(), devices.manual_axes()
+    axis_names, specs = sharding_hints
+    devices.check_axis_names_bound(axis_names or ())
+    types = devices.unique_avals(leaves)
+    devices.check_not_unreduced(types)
     # Types show neither how a sparse array is split, nor the axis of a surrounding `vmap`.
-    is_hidden = bool(axis_names) or any(map(is_sparse, leaves))
+    is_untyped = bool(axis_names) or any(map(is_sparse, leaves))
     typed_mesh = devices.explicit_mesh(types)
     automatic_mesh = None if manual else devices.automatic_mesh(types)
-    explicit_mesh = None if is_hidden else typed_mesh
+    explicit_mesh = None if is_untyped else typed_mesh
     mesh, found = None, None
     if specs is not None:
-        mesh, found = _given_specs(flat, specs)
-        if mesh is None and leaves and not is_hidden:
+        mesh, found = _resolve_specs(flat, specs)
+        if mesh is None and leaves and not is_untyped:
             raise ValueError("specs= needs a mesh: pass NamedShardings, or use jax.set_mesh")
     elif explicit_mesh is not None and not manual:
         split = [devices.spec_of(leaf) for leaf in leaves]
         # XLA (JAX 0.10.2) refuses a sum over an axis of one device under `vmap` over another axis.
         if any(explicit_mesh.shape[axis] > 1 for spec in split for axis in devices.axes_of(spec)):
             mesh, found = explicit_mesh, split
-    mesh = None if manual or is_hidden else mesh
-    find = _Finder(grouping, manual, axis_names, found, mesh)
+    mesh = None if manual or is_untyped else mesh
+    find = _AxisResolver(grouping, manual, axis_names, found, mesh)
     split_over = [find.axes_of(i, leaf) for i, leaf in enumerate(leaves)]
-    return Placement(
-        reduced=tuple(reduced for reduced, _ in split_over),
-        kept=tuple(kept for _, kept in split_over),
-        in_one_piece=not (axis_names or manual) and found is None and automatic_mesh is None,
+    return LeafShardings(
+        reduced_mesh_axes=tuple(reduced for reduced, _ in split_over),
+        kept_mesh_axes=tuple(kept for _, kept in split_over),
+        is_unsharded=not (axis_names or manual) and found is None and automatic_mesh is None,
         mesh=mesh,
         specs=tuple(found) if found and mesh is not None else (),
         explicit_mesh=explicit_mesh,
@@ -241,14 +245,16 @@ def located(grouping: Grouping, flat: FlatTree, told: Told) -> Placement:
     )
 
 
-def refuse_split(flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: str) -> None:
+def check_examples_unsharded(
+    flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: str
+) -> None:
     """Refuses leaves of which devices hold parts, inside of `shard_map` and `pmap`.
 
     Leaves `of_examples` have a leading axis of examples, which may be split. `remedy` ends the
     message.
     """
-    leaves, manual = flat.measured_leaves(), devices.manual_axes()
-    tracked = devices.are_tracked()
+    leaves, manual = flat.inexact_leaves(), devices.manual_axes()
+    tracked = devices.has_vma_tracking()
     if not manual or not leaves:
         return
     if specs is None and not tracked:
@@ -256,11 +262,11 @@ def refuse_split(flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: st
             "inside pmap or shard_map(check_vma=False) JAX does not say whether devices along "
             f"{sorted(manual)} hold parts of one example's gradient. {remedy}"
         )
-    given = [PartitionSpec()] * len(leaves) if specs is None else _given_specs(flat, specs)[1]
+    given = [PartitionSpec()] * len(leaves) if specs is None else _resolve_specs(flat, specs)[1]
     for name, leaf, spec in zip(flat.names(), leaves, given, strict=True):
-        unsaid = devices.varying_axes(leaf) - devices.axes_of(spec)
+        undeclared = devices.varying_axes(leaf) - devices.axes_of(spec)
         said = devices.axes_of(PartitionSpec(*spec[1:] if of_examples else spec))
-        split = unsaid | (said & manual)
+        split = undeclared | (said & manual)
         if split:
             raise ValueError(
                 f"leaf {name!r} differs over the devices along {sorted(split)}, so that a device "
@@ -268,16 +274,16 @@ def refuse_split(flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: st
             )
 
 
-def _given_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSpec]]:
+def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSpec]]:
     """The mesh, if there is one, and how leaves are split over it, as the user says."""
-    given = per_leaf(specs, flat, "specs")
+    given = broadcast_prefix(specs, flat, "specs")
     sharding = next((spec for spec in given if isinstance(spec, NamedSharding)), None)
     mesh = devices.current_mesh() if sharding is None else sharding.mesh
-    with_leaves = zip(given, flat.measured_leaves(), strict=True)
-    return mesh, [_checked_spec(spec, leaf, mesh) for spec, leaf in with_leaves]
+    with_leaves = zip(given, flat.inexact_leaves(), strict=True)
+    return mesh, [_check_spec(spec, leaf, mesh) for spec, leaf in with_leaves]
 
 
-def _checked_spec(spec: Any, leaf: Any, mesh: Any) -> PartitionSpec:
+def _check_spec(spec: Any, leaf: Any, mesh: Any) -> PartitionSpec:
     found = as_spec(spec)
     if len(found) > np.ndim(leaf):
         raise ValueError(f"specs has {found}, too long for a leaf of shape {np.shape(leaf)}")
@@ -306,7 +312,7 @@ def _global_shapes(
     leaves: Sequence[Any], names: Axes, specs: Sequence[PartitionSpec] | None
 ) -> list[tuple[int, ...] | None]:
     """The shape of each whole leaf over all devices; None if it is unknown."""
-    manual, tracked = devices.manual_axes(), devices.are_tracked()
+    manual, tracked = devices.manual_axes(), devices.has_vma_tracking()
     if specs is None:
         # A leaf that does not vary is whole on every device.
         types_tell = tracked and not names - manual
@@ -317,19 +323,19 @@ def _global_shapes(
 
     def global_shape(leaf: Any, spec: PartitionSpec) -> tuple[int, ...]:
         mapped = devices.varying_axes(leaf) if tracked else manual
-        axes = [mapped.intersection(devices.spec_names(entry)) for entry in _by_axis(spec, leaf)]
-        return tuple(map(operator.mul, np.shape(leaf), map(devices.num_devices, axes)))
+        axes = [mapped.intersection(devices.spec_names(entry)) for entry in _pad_spec(spec, leaf)]
+        return tuple(map(operator.mul, np.shape(leaf), map(devices.axis_size, axes)))
 
     return list(map(global_shape, leaves, specs))
 
 
-def _by_axis(spec: PartitionSpec, leaf: Any) -> list[Any]:
+def _pad_spec(spec: PartitionSpec, leaf: Any) -> list[Any]:
     """A spec's entry for each axis of a leaf; None for last axes that it leaves out."""
     return [*spec, *[None] * (np.ndim(leaf) - len(spec))]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Finder:
+class _AxisResolver:
     """Finds the mapped axes that split a leaf's entries: within a norm, and between norms.
 
     Every leaf is split over `axis_names`, if the user says so; `specs` are of the user or of types.
@@ -342,17 +348,17 @@ class _Finder:
     specs: Sequence[PartitionSpec] | None
     mesh: Any
 
-    def axes_of(self, i: int, leaf: Any) -> tuple[Axes, Kept]:
+    def axes_of(self, i: int, leaf: Any) -> tuple[Axes, KeptAxes]:
         """The mapped axes that split the leaf's reduced axes, and those that split other axes."""
         unsplit = ((),) * (np.ndim(leaf) - len(self.grouping.axes[i]))
         names = frozenset(self.axis_names or ())
         # Only `axis_name` can name the axis of a surrounding `vmap`, which types do not show.
         mapped = names - self.manual
         if self.mesh is not None:
-            return self._by_spec(i, leaf, frozenset(self.mesh.axis_names))
+            return self._axes_from_spec(i, leaf, frozenset(self.mesh.axis_names))
         if not self.manual:
             return mapped, unsplit
-        if devices.are_tracked():
+        if devices.has_vma_tracking():
             if mapped:
                 raise ValueError(
                     f"axis_name names {sorted(mapped)}, but only {sorted(self.manual)} are mapped "
@@ -360,9 +366,9 @@ class _Finder:
                     "shard_map(check_vma=True) JAX cannot sum over a vmap axis. Clip outside of "
                     "the vmap, or pass check_vma=False and name both axes"
                 )
-            reduced, kept = self._by_type(i, leaf, unsplit)
+            reduced, kept = self._axes_from_type(i, leaf, unsplit)
         elif self.specs is not None:
-            reduced, kept = self._by_spec(i, leaf, self.manual)
+            reduced, kept = self._axes_from_spec(i, leaf, self.manual)
         elif self.axis_names is not None:
             return names, unsplit
         else:
@@ -375,18 +381,18 @@ class _Finder:
             )
         return reduced | mapped, kept
 
-    def _by_spec(self, i: int, leaf: Any, axes: Axes) -> tuple[Axes, Kept]:
+    def _axes_from_spec(self, i: int, leaf: Any, axes: Axes) -> tuple[Axes, KeptAxes]:
         """The result of `axes_of` from the leaf's spec; only mesh axes among `axes` count."""
         assert self.specs is not None
         split = [
             tuple(name for name in devices.spec_names(x) if name in axes)
-            for x in _by_axis(self.specs[i], leaf)
+            for x in _pad_spec(self.specs[i], leaf)
         ]
         inside = self.grouping.axes[i]
-        reduced = devices.united(names for axis, names in enumerate(split) if axis in inside)
+        reduced = devices.union_axes(names for axis, names in enumerate(split) if axis in inside)
         return reduced, tuple(names for axis, names in enumerate(split) if axis not in inside)
 
-    def _by_type(self, i: int, leaf: Any, unsplit: Kept) -> tuple[Axes, Kept]:
+    def _axes_from_type(self, i: int, leaf: Any, unsplit: KeptAxes) -> tuple[Axes, KeptAxes]:
         """The result of `axes_of` from the leaf's type, and its spec if it has several norms."""
         varying = devices.varying_axes(leaf)
         if self.axis_names is not None:
@@ -400,8 +406,8 @@ class _Finder:
                 "does not say along which of its axes, only some of which share a norm; pass "
                 "specs= (a pytree of PartitionSpec)"
             )
-        reduced, kept = self._by_spec(i, leaf, varying)
-        unknown = varying - reduced - devices.united(kept)
+        reduced, kept = self._axes_from_spec(i, leaf, varying)
+        unknown = varying - reduced - devices.union_axes(kept)
         if unknown:
             raise ValueError(
                 f"specs has {self.specs[i]} for a leaf of type {jax.typeof(leaf)}, which also "

@@ -1,1 +1,1 @@
-"""The engine: measure, limit, respond, scale, record."""
+"""The engine: measure, threshold, respond, scale, record."""

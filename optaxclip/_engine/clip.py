@@ -1,11 +1,11 @@
-"""The engine: every clip is a scope, a norm, a limit rule, a response and a non-finite policy.
+"""The engine: every clip is a scope, a norm, a threshold rule, a response and a non-finite policy.
 
 Three published methods, written with these parts:
 
-  Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) limits the norm of
-  the whole tree. Adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) limits the norm
+  Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) thresholds the norm of
+  the whole tree. Adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) thresholds the norm
   of each unit to a share of the norm of its weights. Adafactor's update clipping (Shazeer and
-  Stern, 2018, arXiv 1804.04235) limits the root mean square of each leaf::
+  Stern, 2018, arXiv 1804.04235) thresholds the root mean square of each leaf::
 
     clip_by(scopes.tree(), 1.0)
     clip_by(scopes.unit(), thresholds.relative_to_params(0.01, eps=1e-3))
@@ -20,54 +20,61 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.grouping import warn_of_many_norms
+from optaxclip._base.grouping import warn_if_many_norms
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._base.states import check_state, own_arrays
+from optaxclip._base.states import check_state, copy_arrays
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import (
     ArrayLike,
     AxisName,
     ClipInfo,
     ClipState,
-    Limits,
     NonFinite,
     NormTree,
     PyTree,
-    Threshold,
+    ThresholdRule,
+    Thresholds,
 )
 from optaxclip._border.crossing import Transformation, stateless, transformation
-from optaxclip._border.placement import Placement, grouped
-from optaxclip._engine.options import ClipOptions, Options, takes
-from optaxclip._engine.plan import Plan, plan_of
+from optaxclip._border.placement import LeafShardings, apply_scope
+from optaxclip._engine.options import ClipOptions, Options, clip_factory
+from optaxclip._engine.plan import Plan, make_plan
 from optaxclip._engine.record import initial_info
-from optaxclip._engine.step import BY_NORM, Technique, clipped, norms_of
+from optaxclip._engine.step import NORM_CLIP, ClipMethod, compute_norms, run_clip
 from optaxclip.norms import Norm
 from optaxclip.responses import Response
-from optaxclip.scopes.leaves import Scope, as_scope
-from optaxclip.thresholds.checks import checked_limit
-from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, given, rule_for, state_of_fixed
+from optaxclip.scopes.leaves import Scope, resolve_scope
+from optaxclip.thresholds.checks import check_threshold_value
+from optaxclip.thresholds.fixed import (
+    ThresholdLike,
+    check_threshold,
+    evaluate_schedules,
+    fixed,
+    resolve_rule,
+    stateless_rule_state,
+)
 
 
-@takes(ClipOptions, once="clip_tree(grads, 1.0, scope=scopes.tree())")
+@clip_factory(ClipOptions, once="clip_tree(grads, 1.0, scope=scopes.tree())")
 def clip_by(
     scope: Scope,
-    limit: LimitLike,
+    threshold: ThresholdLike,
     *,
     response: str | Response = "clip",
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Makes any clipping method, as an Optax transformation.
 
-    Guarantees, for every scope, norm and limit: norms are summed in float32 or wider, and no square
-    overflows or underflows; a group at or below its limit comes back bit for bit; the new norm of
-    any other group is the limit up to rounding, and with `strict` never above it; dtype, weak type,
+    Guarantees, for every scope, norm and threshold: norms are summed in float32 or wider, and no square
+    overflows or underflows; a group at or below its threshold comes back bit for bit; the new norm of
+    any other group is the threshold up to rounding, and with `strict` never above it; dtype, weak type,
     shape and tree structure stay; value and derivatives are finite if the gradients are. `None`,
     integer, bool, `float0` and PRNG-key leaves pass untouched and do not count in norms.
 
     Args:
       scope: which entries share a norm, from `optaxclip.scopes`. Because it is a function but not a
         schedule, `optax.inject_hyperparams` needs `static_args=("scope",)`.
-      limit: a number, a scalar array (traced or not), a schedule `count -> limit`, or a rule from
+      threshold: a number, a scalar array (traced or not), a schedule `count -> threshold`, or a rule from
         `optaxclip.thresholds`; or a dict from the name of each group to one of these. Inside
         `optax.masked` or `optax.partition` the dict may also name groups of the other leaves.
       response: "clip", "normalize", "smooth", "auto_s", "band", or a function (see
@@ -75,14 +82,14 @@ def clip_by(
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation whose state is a `ClipState`. If the limit does not depend on earlier steps,
+      A transformation whose state is a `ClipState`. If the threshold does not depend on earlier steps,
       an update with the state None begins with a fresh one.
 
     Raises:
-      ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
-        if it cannot be known how leaves are split over devices, and for the state None if the limit
+      ValueError: for an unknown name, or a threshold that is negative, NaN or not a scalar; when used,
+        if it cannot be known how leaves are split over devices, and for the state None if the threshold
         depends on earlier steps.
-      TypeError: for a limit that is not a number, or a scope that is not a scope.
+      TypeError: for a threshold that is not a number, or a scope that is not a scope.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -94,28 +101,28 @@ def clip_by(
       >>> print(list(state.info.names), state.info.norm)
       ['b', 'w'] [0.5       3.5355341]
     """
-    return stage(as_scope(scope), limit, Options.checked(response=response, **options))
+    return make_clip(resolve_scope(scope), threshold, Options.create(response=response, **options))
 
 
-def stage(
-    scope: Scope, limit: LimitLike, options: Options, technique: Technique = BY_NORM
+def make_clip(
+    scope: Scope, threshold: ThresholdLike, options: Options, technique: ClipMethod = NORM_CLIP
 ) -> Transformation[ClipState]:
     """Makes a transformation of any clip by norms, for `clip_by` and most named methods."""
-    checked = as_limit(limit)
+    checked = check_threshold(threshold)
 
-    def rule_of(flat: FlatTree, plan: Plan) -> Threshold:
-        if isinstance(checked, Threshold):
+    def rule_of(flat: FlatTree, plan: Plan) -> ThresholdRule:
+        if isinstance(checked, ThresholdRule):
             return checked
-        return rule_for(checked, plan.entries(), flat.is_part)
+        return resolve_rule(checked, plan.get_named_shapes(), flat.is_masked)
 
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
-        grouping = grouped(scope, flat, options.told)
-        warn_of_many_norms(grouping, options.name)
+        grouping = apply_scope(scope, flat, options.sharding_hints)
+        warn_if_many_norms(grouping, options.name)
         # Nothing is measured here, so the plan does not have to say where leaves lie.
-        plan = Plan(grouping, Placement.unsplit([]))
+        plan = Plan(grouping, LeafShardings.unsharded([]))
         rule = rule_of(flat, plan)
-        rule_state = own_arrays(rule.init(plan.zeros(jnp.dtype(jnp.float32))))
+        rule_state = copy_arrays(rule.init(plan.zeros(jnp.dtype(jnp.float32))))
         info = initial_info(options.name, grouping)
         return ClipState(jnp.zeros((), jnp.int32), rule_state, info)
 
@@ -126,20 +133,20 @@ def stage(
         check_state(state, ClipState, options.name, updates=updates)
         flat, info = flatten(updates, "updates"), state.info
         stored, size = (None, 0) if info is None else (info.names, info.norm.size)
-        plan = plan_of(flat, scope, options, stored, size)
-        norm = known_norm(options, extra_args, plan.grouping.layout)
-        rule = at_step(rule_of(flat, plan), state.rule)
-        return clipped(flat, params, rule, state, norm, plan, options, technique)
+        plan = make_plan(flat, scope, options, stored, size)
+        norm = get_known_norm(options, extra_args, plan.grouping.layout)
+        rule = evaluate_schedules(rule_of(flat, plan), state.rule)
+        return run_clip(flat, params, rule, state, norm, plan, options, technique)
 
     if options.record:
         return transformation(init, update)
     nothing: Any = None
-    always = ClipState(nothing, state_of_fixed(checked, options.name), nothing)
+    always = ClipState(nothing, stateless_rule_state(checked, options.name), nothing)
     return stateless(lambda updates, params, **extra: update(updates, always, params, **extra)[0])
 
 
 def fresh_if_none(state: Any, init: Callable[[PyTree], Any], updates: PyTree) -> Any:
-    """A fresh state in place of None, unless the limit depends on earlier steps."""
+    """A fresh state in place of None, unless the threshold depends on earlier steps."""
     if state is not None:
         return state
     # Messages about leaves must name the updates, although `init` takes them for parameters.
@@ -147,7 +154,7 @@ def fresh_if_none(state: Any, init: Callable[[PyTree], Any], updates: PyTree) ->
     return None if jax.tree.leaves(fresh.rule) else fresh
 
 
-def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any:
+def get_known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any:
     """The norm that the caller passes in the extra argument that `known_norm=` names, or None."""
     argument = options.known_norm
     if argument is None:
@@ -162,23 +169,23 @@ def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any
             f"{options.name}: known_norm={argument!r} names an extra argument that the update was "
             f"not given; pass it: update(grads, state, params, {argument}=norm)"
         )
-    return given_norm(extra_args[argument], argument, options)
+    return check_known_norm(extra_args[argument], argument, options)
 
 
-def given_norm(norm: Any, argument: str, options: Options) -> Array:
+def check_known_norm(norm: Any, argument: str, options: Options) -> Array:
     """The norm that the caller passes, checked, as a float32 or float64 scalar.
 
     It may be negative or NaN.
     """
-    given = jnp.asarray(checked_limit(norm, argument, allow_any_number=True))
-    shared = devices.shared_axes(options.axis_names)
-    devices.refuse_different(given, shared, f"{options.name}: {argument}")
+    given = jnp.asarray(check_threshold_value(norm, argument, allow_any_number=True))
+    shared = devices.norm_axes(options.axis_names)
+    devices.check_replicated(given, shared, f"{options.name}: {argument}")
     return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)
 
 
 def clip_tree(
     tree: PyTree,
-    limits: LimitLike | Limits,
+    thresholds: ThresholdLike | Thresholds,
     *,
     scope: Scope,
     params: PyTree | None = None,
@@ -195,14 +202,14 @@ def clip_tree(
 
     Args:
       tree: a pytree of floating or complex arrays; other leaves pass untouched.
-      limits: as in `clip_by`; a rule acts as at its first step. Or `optaxclip.Limits`: a norm above
+      thresholds: as in `clip_by`; a rule acts as at its first step. Or `optaxclip.Thresholds`: a norm above
         which to act, and a norm to reach.
       scope: as in `clip_by`, like the arguments that follow.
-      params: the parameters, for a limit that is relative to them.
+      params: the parameters, for a threshold that is relative to them.
       norm: how a group is measured.
       response: what becomes of a group.
       nonfinite: the policy for groups that are not finite.
-      strict: whether no result may exceed its limit, not even by rounding.
+      strict: whether no result may exceed its threshold, not even by rounding.
       use_norm: the norm of the whole tree, if the caller knows it; only for the scope `tree`.
       axis_name: as in `clip_by`.
       specs: as in `clip_by`.
@@ -212,8 +219,8 @@ def clip_tree(
       The clipped tree, and a `ClipInfo` of what was done, in which counts are 0 or 1.
 
     Raises:
-      ValueError: for an unknown name or a limit that is negative, NaN or not a scalar.
-      TypeError: for a limit that is not a number or a leaf that is not an array.
+      ValueError: for an unknown name or a threshold that is negative, NaN or not a scalar.
+      TypeError: for a threshold that is not a number or a leaf that is not an array.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -222,9 +229,9 @@ def clip_tree(
       >>> print(tree[0], info.norm)
       [0.6 0.8] 5.0
     """
-    (tree, params), back = devices.brought(tree, params)
+    (tree, params), back = devices.move_to_device_memory(tree, params)
     flat = flatten(tree, "tree")
-    options = Options.checked(
+    options = Options.create(
         norm=norm,
         response=response,
         nonfinite=nonfinite,
@@ -233,19 +240,19 @@ def clip_tree(
         specs=specs,
         name=name,
     )
-    plan = plan_of(flat, as_scope(scope), options)
-    if isinstance(limits, Limits):
-        trigger, target = map(plan.from_tree, limits)
-        rule = given(Limits(trigger, target))
+    plan = make_plan(flat, resolve_scope(scope), options)
+    if isinstance(thresholds, Thresholds):
+        trigger, target = map(plan.pack_layout, thresholds)
+        rule = fixed(Thresholds(trigger, target))
     else:
-        rule = rule_for(as_limit(limits, "limits"), plan.entries())
+        rule = resolve_rule(check_threshold(thresholds, "thresholds"), plan.get_named_shapes())
     norm_of_tree = None
     if use_norm is not None and plan.grouping.layout == "scalar" and nonfinite != "mask":
-        norm_of_tree = given_norm(use_norm, "use_norm", options)
-    dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.measured_leaves())
+        norm_of_tree = check_known_norm(use_norm, "use_norm", options)
+    dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.inexact_leaves())
     info = initial_info(name, plan.grouping, dtype)
     state = ClipState(jnp.zeros((), jnp.int32), rule.init(plan.zeros(dtype)), info)
-    tree, state = clipped(flat, params, rule, state, norm_of_tree, plan, options)
+    tree, state = run_clip(flat, params, rule, state, norm_of_tree, plan, options)
     return *back(tree), state.info
 
 
@@ -258,11 +265,11 @@ def group_norms(
     specs: PyTree = None,
 ) -> NormTree:
     """The norm of every group of a tree, float32 or wider, without clipping."""
-    flat = flatten(devices.to_device(tree), "tree")
-    options = Options.checked(norm=norm, axis_name=axis_name, specs=specs, name="group_norms")
-    return norms_by(scope, flat, options)
+    flat = flatten(devices.put_on_device(tree), "tree")
+    options = Options.create(norm=norm, axis_name=axis_name, specs=specs, name="group_norms")
+    return scope_norms(scope, flat, options)
 
 
-def norms_by(scope: Scope, flat: FlatTree, options: Options) -> NormTree:
+def scope_norms(scope: Scope, flat: FlatTree, options: Options) -> NormTree:
     """The norms of a flattened tree's groups, as users see them."""
-    return norms_of(flat, plan_of(flat, scope, options), options.norm)
+    return compute_norms(flat, make_plan(flat, scope, options), options.norm)

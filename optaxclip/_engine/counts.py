@@ -15,11 +15,11 @@ from jax import Array, lax
 
 import optaxclip._border.entry_counts as entry_counts
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._border.entries import in_one_array
+from optaxclip._border.entries import dense_values
 from optaxclip._engine.plan import Plan
 
 
-def counts_of_groups(leaves: list[Any], plan: Plan, *, wide: bool) -> Array:
+def compute_group_histograms(leaves: list[Any], plan: Plan, *, wide: bool) -> Array:
     """The counts of all groups, over all devices.
 
     The layout "dict" divides leaves into very many groups, so there each leaf counts as one.
@@ -29,28 +29,28 @@ def counts_of_groups(leaves: list[Any], plan: Plan, *, wide: bool) -> Array:
       plan: the groups, and where they lie.
       wide: whether the thresholds are those of float64.
     """
-    plan = _of_counts(leaves, plan, wide=wide)
+    plan = _histogram_plan(leaves, plan, wide=wide)
     shape = (len(plan.grouping.names), 2, entry_counts.num_counts(wide=wide))
     if not leaves:
         return jnp.zeros(shape, jnp.uint32)
-    dtype, in_one_piece = norm_dtype([x.dtype for x in leaves]), plan.placement.in_one_piece
+    dtype, in_one_piece = norm_dtype([x.dtype for x in leaves]), plan.placement.is_unsharded
 
-    def on_each_device(leaves: list[Any]) -> Array:
+    def count_shard(leaves: list[Any]) -> Array:
         parts = []
         for leaf, axes in zip(leaves, plan.grouping.axes, strict=True):
-            x, over = in_one_array(leaf, axes, dtype)
+            x, over = dense_values(leaf, axes, dtype)
             size = math.prod([np.shape(leaf)[axis] for axis in axes])
             found = entry_counts.counts_by_size(x, over, size, wide=wide, in_one_piece=in_one_piece)
             parts.append((found,))
-        (found,) = plan.totals(parts, add=entry_counts.carried)
+        (found,) = plan.reduce_groups(parts, add=entry_counts.propagate_carry)
         return lax.reshape(found, shape)
 
-    found = plan.placement.on_each_device(on_each_device)(leaves)
+    found = plan.placement.map_shards(count_shard)(leaves)
     chex.assert_shape(found, shape)
     return found
 
 
-def _of_counts(leaves: list[Any], plan: Plan, *, wide: bool) -> Plan:
+def _histogram_plan(leaves: list[Any], plan: Plan, *, wide: bool) -> Plan:
     """The plan with an array of counts in the place of each number."""
     grouping, placement = plan.grouping, plan.placement
     groups, behind = grouping.groups, (2, entry_counts.num_counts(wide=wide))
@@ -59,8 +59,10 @@ def _of_counts(leaves: list[Any], plan: Plan, *, wide: bool) -> Plan:
         whole = tuple(tuple(range(np.ndim(leaf))) for leaf in leaves)
         grouping = dataclasses.replace(grouping, axes=whole, layout="vector")
         reduced = tuple(map(placement.axes_of, range(len(leaves))))
-        placement = dataclasses.replace(placement, reduced=reduced, kept=((),) * len(leaves))
+        placement = dataclasses.replace(
+            placement, reduced_mesh_axes=reduced, kept=((),) * len(leaves)
+        )
     groups = tuple(dataclasses.replace(x, shape=(*x.shape, *behind)) for x in groups)
-    kept = tuple((*axes, (), ()) for axes in placement.kept)
+    kept = tuple((*axes, (), ()) for axes in placement.kept_mesh_axes)
     placement = dataclasses.replace(placement, kept=kept)
     return Plan(dataclasses.replace(grouping, groups=groups), placement)

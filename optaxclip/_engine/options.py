@@ -11,26 +11,26 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.arguments import (
-    as_axis_names,
-    checked_bool,
-    checked_name,
-    refuse_misfit,
-    refuse_unknown,
-    short,
-    takes_no_gradients,
+    check_bool,
+    check_keywords,
+    check_name,
+    check_signature,
+    explain_gradient_arguments,
+    normalize_axis_names,
+    short_repr,
 )
-from optaxclip._base.docstrings import completed
+from optaxclip._base.docstrings import add_default_sections
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import AxisName, NonFinite, PyTree
-from optaxclip._border.placement import Told
-from optaxclip.nonfinite import as_policy
+from optaxclip._border.placement import ShardingHints
+from optaxclip.nonfinite import check_policy
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response, as_response
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class PlaceOptions(TypedDict, total=False):
+class ShardingOptions(TypedDict, total=False):
     """Options of every transformation that measures norms.
 
     Attributes:
@@ -51,16 +51,16 @@ class PlaceOptions(TypedDict, total=False):
     name: str
 
 
-class StageOptions(PlaceOptions, total=False):
-    """Options of every stage of a chain: those of `PlaceOptions`, and two more.
+class TransformOptions(ShardingOptions, total=False):
+    """Options of every stage of a chain: those of `ShardingOptions`, and two more.
 
     Attributes:
       nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
         "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves;
         under `jit`, `error, out = jax.jit(checkify.checkify(step))(*args)` and `error.throw()`).
-        No limit learns from such a norm.
+        No threshold learns from such a norm.
       record: whether the state keeps what was done. With False the state is an `optax.EmptyState`,
-        and any state is accepted and returned as it is. If the limit depends on earlier steps,
+        and any state is accepted and returned as it is. If the threshold depends on earlier steps,
         `record=False` is an error.
     """
 
@@ -68,18 +68,18 @@ class StageOptions(PlaceOptions, total=False):
     record: bool
 
 
-class ScaleOptions(StageOptions, total=False):
-    """Options of clips that multiply each group by a number: those of `StageOptions`, and one more.
+class RescaleOptions(TransformOptions, total=False):
+    """Options of clips that multiply each group by a number: those of `TransformOptions`, and one more.
 
     Attributes:
-      strict: whether no result may exceed its limit, not even by a rounding error.
+      strict: whether no result may exceed its threshold, not even by a rounding error.
     """
 
     strict: bool
 
 
-class NormOptions(ScaleOptions, total=False):
-    """Options of clips for which the user chooses the norm: those of `ScaleOptions`, and `norm`.
+class NormOptions(RescaleOptions, total=False):
+    """Options of clips for which the user chooses the norm: those of `RescaleOptions`, and `norm`.
 
     Attributes:
       norm: "l2", "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from `optaxclip.norms`.
@@ -111,12 +111,12 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-_OF_ALL_CLIPS = {
+_COMMON_SECTIONS = {
     "Returns": """Returns:
   A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
   weak types of the gradients.""",
     "Raises": """Raises:
-  ValueError: if a limit or an option is out of its range or not a scalar, or a name is unknown.
+  ValueError: if a threshold or an option is out of its range or not a scalar, or a name is unknown.
   TypeError: if one of them is not a number.""",
 }
 
@@ -126,7 +126,7 @@ class Options:
     """The options of one transformation, checked; the fields are explained above.
 
     They are static under `jit`. `axis_name` and `specs` do not count in comparisons, because a step
-    also gets a `Placement` that follows from them, and because `specs` may be a dict.
+    also gets a `LeafShardings` that follows from them, and because `specs` may be a dict.
     """
 
     norm: Norm
@@ -140,16 +140,16 @@ class Options:
     name: str
 
     @property
-    def told(self) -> Told:
+    def sharding_hints(self) -> ShardingHints:
         """What they say of how leaves are split over devices."""
-        return Told(self.axis_names, self.specs)
+        return ShardingHints(self.axis_names, self.specs)
 
     @classmethod
-    def checked(cls, **given: Any) -> "Options":
+    def create(cls, **given: Any) -> "Options":
         """The options that a user passed, checked."""
         chosen = _DEFAULTS | given
         for argument in ("strict", "record"):
-            checked_bool(chosen[argument], argument)
+            check_bool(chosen[argument], argument)
         known_norm = chosen["known_norm"]
         if known_norm is not None and not isinstance(known_norm, str):
             raise TypeError(
@@ -161,20 +161,20 @@ class Options:
         return cls(
             norm=as_norm(chosen["norm"]),
             response=as_response(chosen.get("response", "clip")),
-            nonfinite=as_policy(chosen["nonfinite"]),
+            nonfinite=check_policy(chosen["nonfinite"]),
             strict=chosen["strict"],
             record=chosen["record"],
             known_norm=known_norm,
-            axis_names=as_axis_names(chosen["axis_name"]),
+            axis_names=normalize_axis_names(chosen["axis_name"]),
             specs=chosen["specs"],
-            name=checked_name(chosen["name"]),
+            name=check_name(chosen["name"]),
         )
 
 
-def takes(
+def clip_factory(
     options: type,
     *,
-    parts: str = "",
+    equivalent: str = "",
     once: str = "",
     instead: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Function], Function]:
@@ -187,7 +187,7 @@ def takes(
 
     Args:
       options: the options.
-      parts: the call of `clip_by` that makes the same transformation; messages about keywords of
+      equivalent: the call of `clip_by` that makes the same transformation; messages about keywords of
         its parts show this call.
       once: the call that clips gradients once; messages about gradients show it.
       instead: for keywords that the function does not take, what to pass in their place.
@@ -203,49 +203,55 @@ def takes(
         has_positional = any(p.kind != p.KEYWORD_ONLY for p in named)
 
         @functools.wraps(fn)
-        def with_options(*args: Any, **keywords: Any) -> Any:
-            with takes_no_gradients(fn.__name__, args, once):
+        def create_clip(*args: Any, **keywords: Any) -> Any:
+            with explain_gradient_arguments(fn.__name__, args, once):
                 if args and not has_positional:
-                    raise TypeError(_misread(fn.__name__, args[0], allowed))
+                    raise TypeError(_explain_positional(fn.__name__, args[0], allowed))
                 known = {x: f"pass {y}" for x, y in instead.items()}
-                known |= _for_parts(parts, keywords, allowed)
-                refuse_unknown(fn.__name__, keywords, allowed, known)
-                refuse_misfit(fn.__name__, shown.__signature__.parameters.values(), args, keywords)
+                known |= _explain_part_keyword(equivalent, keywords, allowed)
+                check_keywords(fn.__name__, keywords, allowed, known)
+                check_signature(
+                    fn.__name__, shown.__signature__.parameters.values(), args, keywords
+                )
                 return fn(*args, **({"name": fn.__name__} | keywords))
 
         shared = [
             inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hints[x])
             for x, value in defaults.items()
         ]
-        shown: Any = with_options
+        shown: Any = create_clip
         shown.__signature__ = own.replace(parameters=[*named, *shared])
         if fn.__doc__:
-            shared_text = _OF_ALL_CLIPS if "nonfinite" in hints else {}
+            shared_text = _COMMON_SECTIONS if "nonfinite" in hints else {}
             # `**options` is the last argument.
-            before, _, rest = completed(fn.__doc__, shared_text).partition("  **options: ")
+            before, _, rest = add_default_sections(fn.__doc__, shared_text).partition(
+                "  **options: "
+            )
             _, _, after = rest.partition("\n\n")
-            explained = "".join(map(_explanations().__getitem__, defaults))
+            explained = "".join(map(_option_docs().__getitem__, defaults))
             shown.__doc__ = f"{before}{explained}\n{after}"
         return shown
 
     return decorate
 
 
-def _misread(name: str, value: Any, allowed: list[str]) -> str:
-    given = short(value)
+def _explain_positional(name: str, value: Any, allowed: list[str]) -> str:
+    given = short_repr(value)
     cap = f", or pass max_norm={given} for a cap on it" if "max_norm" in allowed else ""
-    limit = f"For a limit of {given} take clip_by_global_norm({given}){cap}. "
+    threshold = f"For a threshold of {given} take clip_by_global_norm({given}){cap}. "
     return (
-        f"{name}() takes only keyword arguments, got {given}; it computes its limit itself. "
-        f"{limit if is_real(value) else ''}Its keywords are {allowed}"
+        f"{name}() takes only keyword arguments, got {given}; it computes its threshold itself. "
+        f"{threshold if is_real(value) else ''}Its keywords are {allowed}"
     )
 
 
-def _for_parts(parts: str, keywords: dict[str, Any], allowed: list[str]) -> dict[str, str]:
+def _explain_part_keyword(
+    parts: str, keywords: dict[str, Any], allowed: list[str]
+) -> dict[str, str]:
     """How to pass each keyword that a part of the method takes, but the method does not."""
     found: dict[str, str] = {}
     for keyword in (x for x in keywords if parts and x not in allowed):
-        given = f"{keyword}={short(keywords[keyword])}"
+        given = f"{keyword}={short_repr(keywords[keyword])}"
         makers = re.finditer(r"(scopes|thresholds)\.(\w+)\((?=(\))?)", parts)
         of_maker = [call for call in makers if keyword in _parameters(call[1], call[2])]
         if of_maker:
@@ -253,7 +259,7 @@ def _for_parts(parts: str, keywords: dict[str, Any], allowed: list[str]) -> dict
             found[keyword] = f"{parts[:place]}{given}{comma}{parts[place:]}"
         elif keyword == "response":
             found[keyword] = f"{parts[:-1]}, {given})"
-        elif keyword in ("scope", "limit"):
+        elif keyword in ("scope", "threshold"):
             found[keyword] = parts
     return {keyword: f"take the method's parts, {call}" for keyword, call in found.items()}
 
@@ -263,10 +269,10 @@ def _parameters(namespace: str, name: str) -> Collection[str]:
     return inspect.signature(getattr(module, name)).parameters
 
 
-def _explanations() -> dict[str, str]:
+def _option_docs() -> dict[str, str]:
     """For each option, its lines in the docstrings above."""
     found: dict[str, str] = {}
-    for kind in (PlaceOptions, StageOptions, ScaleOptions, NormOptions, ClipOptions):
+    for kind in (ShardingOptions, TransformOptions, RescaleOptions, NormOptions, ClipOptions):
         _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
         name = ""
         for line in section.splitlines():

@@ -1,6 +1,6 @@
 """Record: takes what a step did, and gives its `ClipInfo` with running counts.
 
-in   arrays of the groups: norms, limits, factors, flags
+in   arrays of the groups: norms, thresholds, factors, flags
 out  one number for each name of the grouping, `[]` or `[names]`
 """
 
@@ -17,8 +17,8 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.numerics import narrowed
-from optaxclip._base.states import Names, increased
+from optaxclip._base.numerics import saturating_cast
+from optaxclip._base.states import StaticNames, safe_increment
 from optaxclip._base.types import ClipInfo
 from optaxclip._engine.plan import Plan
 
@@ -27,7 +27,7 @@ class _Row(NamedTuple):
     """What a step did to each group; the flags are 0 or 1. All arrays have one shape and dtype."""
 
     norm: Array
-    limit: Array
+    threshold: Array
     factor: Array
     clipped: Array
     nonfinite: Array
@@ -35,21 +35,21 @@ class _Row(NamedTuple):
     """How bad a group is, while the worst is searched for."""
 
     @classmethod
-    def of(cls, norm: Array, limit: Array, factor: Array, bad: Array) -> "_Row":
+    def create(cls, norm: Array, threshold: Array, factor: Array, bad: Array) -> "_Row":
         """The row of groups whose norms are not finite where `bad`."""
-        limit = limit.astype(norm.dtype)
-        clipped = (norm > limit) & ~bad
-        return cls(norm, limit, factor, clipped.astype(norm.dtype), bad.astype(norm.dtype))
+        threshold = threshold.astype(norm.dtype)
+        clipped = (norm > threshold) & ~bad
+        return cls(norm, threshold, factor, clipped.astype(norm.dtype), bad.astype(norm.dtype))
 
 
 def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> ClipInfo:
-    """The record before the first step: no limit, and nothing clipped; norms are in `dtype`."""
+    """The record before the first step: no threshold, and nothing clipped; norms are in `dtype`."""
     shape = () if grouping.layout == "scalar" else (len(grouping.names),)
     return ClipInfo(
-        name=Names((name,)),
+        name=StaticNames((name,)),
         names=grouping.names,
         norm=jnp.zeros(shape, dtype),
-        limit=jnp.full(shape, jnp.inf, dtype),
+        threshold=jnp.full(shape, jnp.inf, dtype),
         factor=jnp.ones(shape, dtype),
         fraction=jnp.zeros(shape, dtype),
         num_clipped=jnp.zeros(shape, jnp.int32),
@@ -57,49 +57,49 @@ def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> Cli
     )
 
 
-def updated_info(
-    old: ClipInfo, plan: Plan, norm: Array, limit: Array, factor: Array, bad: Array
+def update_info(
+    old: ClipInfo, plan: Plan, norm: Array, threshold: Array, factor: Array, is_nonfinite: Array
 ) -> ClipInfo:
     """The record after a step; groups without leaves at this step keep their record.
 
-    Norms are those before the clip, limits the norms above which it acts.
+    Norms are those before the clip, thresholds the norms above which it acts.
     """
-    chex.assert_shape([norm, limit, factor, bad], plan.shape)
+    chex.assert_shape([norm, threshold, factor, is_nonfinite], plan.shape)
     grouping = plan.grouping
     if not grouping.groups:
         return old
-    row = _Row.of(norm, limit, factor, bad)
+    row = _Row.create(norm, threshold, factor, is_nonfinite)
     if grouping.layout == "dict":
         row = _worst_of_each_leaf(plan, row)
     chex.assert_equal_shape([*row[:-1], old.norm])
-    row = jax.tree.map(lambda x: narrowed(x, old.norm.dtype), row)
-    if grouping.layout != "scalar" and not all(grouping.present):
+    row = jax.tree.map(lambda x: saturating_cast(x, old.norm.dtype), row)
+    if grouping.layout != "scalar" and not all(grouping.has_leaves):
         zeros = jnp.zeros_like(old.fraction)
-        before = _Row(old.norm, old.limit, old.factor, clipped=zeros, nonfinite=zeros)
-        present = jnp.asarray(grouping.present)
+        before = _Row(old.norm, old.threshold, old.factor, clipped=zeros, nonfinite=zeros)
+        present = jnp.asarray(grouping.has_leaves)
         row = jax.tree.map(functools.partial(lax.select, present), row, before)
     new = old._replace(
         names=grouping.names,
         norm=row.norm,
-        limit=row.limit,
+        threshold=row.threshold,
         factor=row.factor,
         fraction=row.clipped,
-        num_clipped=increased(old.num_clipped, row.clipped > 0),
-        num_nonfinite=increased(old.num_nonfinite, row.nonfinite > 0),
+        num_clipped=safe_increment(old.num_clipped, row.clipped > 0),
+        num_nonfinite=safe_increment(old.num_nonfinite, row.nonfinite > 0),
     )
-    return devices.in_place_of(old, new)
+    return devices.reuse_buffers(old, new)
 
 
 def _worst_of_each_leaf(plan: Plan, row: _Row) -> _Row:
     """A row with one number for each leaf: the number of its worst group."""
-    row = row._replace(score=_badness(row.norm, row.limit))
+    row = row._replace(score=_severity(row.norm, row.threshold))
     # The barrier makes XLA (JAX 0.10.2) store the row; without it, XLA computes it again for each
     # reduction.
     leaves, structure = jax.tree.flatten(row)
     stored = lax.optimization_barrier(devices.stack(leaves))
     found, start = [], 0
     # All leaves of one shape share a reduction, so that few reductions are compiled.
-    for shape, alike in itertools.groupby(plan.ordered, key=lambda group: group.shape):
+    for shape, alike in itertools.groupby(plan.stored_groups, key=lambda group: group.shape):
         count, size = len(list(alike)), math.prod(shape)
         part = lax.slice_in_dim(stored, start, start + count * size, axis=1)
         part = structure.unflatten(part.reshape(len(leaves), count, size))
@@ -111,11 +111,11 @@ def _worst_of_each_leaf(plan: Plan, row: _Row) -> _Row:
     return worst if is_sorted else jax.tree.map(lambda x: x[order], worst)
 
 
-def _badness(norm: Array, limit: Array) -> Array:
-    """Norm / limit, to find the worst group: NaN is worst, then infinity, then a limit of 0."""
+def _severity(norm: Array, threshold: Array) -> Array:
+    """Norm / threshold, to find the worst group: NaN is worst, then infinity, then a threshold of 0."""
     most = jnp.finfo(norm.dtype).max
     without = jnp.where(norm > 0, most, 0).astype(norm.dtype)
-    ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), without)
+    ratio = jnp.where(threshold > 0, norm / jnp.where(threshold > 0, threshold, 1), without)
     ratio = jnp.where(jnp.isinf(norm), most, jnp.minimum(ratio, most / 2))
     return jnp.where(jnp.isnan(norm), jnp.inf, ratio)
 

@@ -16,80 +16,93 @@ from jax import Array, lax
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
-    broadcast_over,
-    by_parts,
-    leading_bit,
+    expand_dims_at,
+    floor_pow2_unclamped,
+    map_real_imag,
     match_weak_type,
     multiply,
-    promoted,
-    reciprocal_of_power,
+    promote_dtypes,
+    reciprocal_pow2,
     select,
 )
-from optaxclip._border.entries import on_data, product, select_exactly
+from optaxclip._border.entries import map_stored_values, scale_and_round, select_keep_subnormals
 
 
 def scale(
     leaf: Any,
-    by: Sequence[Array] | Array,
+    multiplier: Sequence[Array] | Array,
     *,
     axes: tuple[int, ...],
     strict: bool,
-    zeroes: bool = False,
+    zero_nonfinite: bool = False,
 ) -> Any:
     """A leaf times its group's multiplier.
 
     Args:
       leaf: a floating or complex array, or a `BCOO`, whose data is scaled.
-      by: the two fields of the group's multiplier, in a sequence or stacked in one array; if both
+      multiplier: the two fields of the group's multiplier, in a sequence or stacked in one array; if both
         are 1, entries stay as they are. If there is a third array, entries stay if their modulus is
         at most its value, and only these.
       axes: the leaf's axes that the multiplier lacks.
       strict: whether rounding to a narrow dtype may only lower an entry's modulus.
-      zeroes: whether a ratio of 0 makes entries 0 even if they are not finite.
+      zero_nonfinite: whether a ratio of 0 makes entries 0 even if they are not finite.
     """
-    return on_data(functools.partial(_scaled, by=by, strict=strict, zeroes=zeroes), leaf, axes)
+    return map_stored_values(
+        functools.partial(_scale_leaf, by=multiplier, strict=strict, zero_nonfinite=zero_nonfinite),
+        leaf,
+        axes,
+    )
 
 
 # A compiled function of its own, so that it is traced once for leaves that are alike.
-@functools.partial(jax.jit, static_argnames=("axes", "strict", "zeroes"))
-def _scaled(
-    x: Array, *, by: Sequence[Array] | Array, axes: tuple[int, ...], strict: bool, zeroes: bool
+@functools.partial(jax.jit, static_argnames=("axes", "strict", "zero_nonfinite"))
+def _scale_leaf(
+    x: Array,
+    *,
+    by: Sequence[Array] | Array,
+    axes: tuple[int, ...],
+    strict: bool,
+    zero_nonfinite: bool,
 ) -> Array:
     columns = list(by)
     chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))
-    power, ratio, *above = [broadcast_over(column, axes) for column in columns]
+    power, ratio, *above = [expand_dims_at(column, axes) for column in columns]
     of_part = functools.partial(
-        product, power=power, ratio=ratio, strict=strict, plain=_wide_product
+        scale_and_round,
+        power=power,
+        ratio=ratio,
+        strict=strict,
+        default_kernel=_multiply_in_float32,
     )
-    scaled = by_parts(of_part, x)
-    if zeroes:
-        scaled = select_exactly(ratio == 0, jnp.zeros_like(scaled), scaled)
+    scaled = map_real_imag(of_part, x)
+    if zero_nonfinite:
+        scaled = select_keep_subnormals(ratio == 0, jnp.zeros_like(scaled), scaled)
     # Entries that stay are selected: a product with 1 may flush subnormal numbers to 0.
-    stays = _stays(x, power, ratio, above[0] if above else None)
-    return match_weak_type(select_exactly(stays, x, scaled), x)
+    stays = _is_unchanged(x, power, ratio, above[0] if above else None)
+    return match_weak_type(select_keep_subnormals(stays, x, scaled), x)
 
 
-def _stays(x: Array, power: Array, ratio: Array, above: Array | None) -> Array:
+def _is_unchanged(x: Array, power: Array, ratio: Array, above: Array | None) -> Array:
     """Which entries are left as they are; one flag if it is the same for all."""
     if above is not None:
-        modulus, above = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), above])
+        modulus, above = promote_dtypes([jnp.abs(x).astype(accumulation_dtype(x.dtype)), above])
         return modulus <= above
     # Not `(power == 1) & ...`, because operators are nested calls for each leaf (JAX 0.10.2).
     one = power.dtype.type(1)
     return lax.bitwise_and(lax.eq(power, one), lax.eq(ratio, one))
 
 
-def _wide_product(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
+def _multiply_in_float32(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
-    wide, power, ratio = promoted([wide, power, ratio])
+    wide, power, ratio = promote_dtypes([wide, power, ratio])
     product = multiply(multiply(wide, power), ratio)
     if product.dtype == x.dtype:
         return product
-    return (_cut(product, x.dtype) if strict else product).astype(x.dtype)
+    return (_round_toward_zero(product, x.dtype) if strict else product).astype(x.dtype)
 
 
 @custom_jvp(nondiff_argnums=(1,))
-def _cut(x: Array, dtype: jnp.dtype) -> Array:
+def _round_toward_zero(x: Array, dtype: jnp.dtype) -> Array:
     """Each entry rounded toward zero to a number of `dtype`, still in `x.dtype`.
 
     Rounding to nearest, then lowering what became larger than the entry, would fail: in such a
@@ -104,11 +117,11 @@ def _cut(x: Array, dtype: jnp.dtype) -> Array:
         cut = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & kept, x.dtype)
     else:
         smallest, largest = x.dtype.type(info.smallest_normal), x.dtype.type(info.max)
-        unit = jnp.maximum(leading_bit(jnp.abs(x)), smallest) * float(info.eps)
-        cut = lax.clamp(-largest, jnp.trunc(x * reciprocal_of_power(unit)) * unit, largest)
+        unit = jnp.maximum(floor_pow2_unclamped(jnp.abs(x)), smallest) * float(info.eps)
+        cut = lax.clamp(-largest, jnp.trunc(x * reciprocal_pow2(unit)) * unit, largest)
     return select(lax.is_finite(x), cut, x)
 
 
-@_cut.defjvp
+@_round_toward_zero.defjvp
 def _(dtype: jnp.dtype, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return _cut(primals[0], dtype), tangents[0]
+    return _round_toward_zero(primals[0], dtype), tangents[0]

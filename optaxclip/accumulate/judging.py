@@ -9,21 +9,21 @@ import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_bool, refuse_uncalled
-from optaxclip._base.states import own_arrays, registered_state
+from optaxclip._base.arguments import check_bool, check_called
+from optaxclip._base.states import copy_arrays, register_state
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
-from optaxclip._engine.clip import norms_by, stage
+from optaxclip._base.types import ClipInfo, ClipState, PyTree, ThresholdRule
+from optaxclip._engine.clip import make_clip, scope_norms
 from optaxclip._engine.options import Options
-from optaxclip.accumulate.places import Places
-from optaxclip.methods.judging import judged, kept_where
-from optaxclip.thresholds.fixed import as_limit
+from optaxclip.accumulate.places import DataSharding
+from optaxclip.methods.judging import evaluate_rule, tree_where
+from optaxclip.thresholds.fixed import check_threshold
 
 NAME = "accumulate.value_and_grad"
 NONFINITE = "nonfinite"
 
 
-@registered_state
+@register_state
 class AccumulateState(NamedTuple):
     """What is handed from microbatch to microbatch, and with `state=` from step to step.
 
@@ -36,7 +36,7 @@ class AccumulateState(NamedTuple):
     reject: PyTree
 
 
-class MicrobatchJudgement(NamedTuple):
+class ProcessedMicrobatch(NamedTuple):
     """What was found for a microbatch.
 
     Attributes:
@@ -51,49 +51,51 @@ class MicrobatchJudgement(NamedTuple):
     leaves: list[Array]
     norm: Array
     norm_after: Array
-    is_out: Array
+    is_rejected: Array
     state: AccumulateState
 
 
-def learns(state: AccumulateState) -> bool:
-    """Whether the limits of the rule that rejects, or of the clip, depend on earlier steps."""
+def is_stateful(state: AccumulateState) -> bool:
+    """Whether the thresholds of the rule that rejects, or of the clip, depend on earlier steps."""
     nodes = jax.tree.leaves(state.clip, is_leaf=lambda x: isinstance(x, ClipState))
     rules = [node.rule for node in nodes if isinstance(node, ClipState)]
     return bool(jax.tree.leaves([state.reject, *rules]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Judge:
+class MicrobatchProcessor:
     """A user's clip and rule, checked; `rejects` microbatches that are not finite."""
 
-    clip: optax.GradientTransformationExtraArgs | Threshold | None
-    rule: Threshold | None
-    rejects: bool
-    measures: bool
-    places: Places
+    clip: optax.GradientTransformationExtraArgs | ThresholdRule | None
+    rule: ThresholdRule | None
+    rejects_nonfinite: bool
+    computes_norms: bool
+    places: DataSharding
 
     @classmethod
-    def checked(cls, clip: Any, reject: Any, measure: bool, places: Places) -> "Judge":
-        """A `Judge` for what a user passed."""
-        if not checked_bool(measure, "measure") and not (clip is None and reject is None):
+    def create(
+        cls, clip: Any, reject: Any, measure: bool, places: DataSharding
+    ) -> "MicrobatchProcessor":
+        """A `MicrobatchProcessor` for what a user passed."""
+        if not check_bool(measure, "measure") and not (clip is None and reject is None):
             raise ValueError(
-                "measure=False leaves nothing to judge microbatches by: pass clip=None and "
-                f"reject=None with it, got clip={clip!r:.60} and reject={reject!r:.60}"
+                "compute_norms=False leaves nothing to judge microbatches by: pass clip=None and "
+                f"reject_rule=None with it, got clip={clip!r:.60} and reject_rule={reject!r:.60}"
             )
-        rule = _as_rule(reject)
-        return cls(_as_transformation(clip), rule, reject is not None, measure, places)
+        rule = _check_reject_rule(reject)
+        return cls(_check_clip(clip), rule, reject is not None, measure, places)
 
     def init(self, params: PyTree) -> AccumulateState:
         """The state before the first microbatch."""
-        clip = own_arrays(self._transformation().init(params))
-        rule = () if self.rule is None else own_arrays(self.rule.init(jnp.zeros(())))
+        clip = copy_arrays(self._transformation().init(params))
+        rule = () if self.rule is None else copy_arrays(self.rule.init(jnp.zeros(())))
         return AccumulateState(clip, rule)
 
     def param_norm(self, params: PyTree) -> Array | None:
         """The norm of the parameters, if the rule needs it."""
         if self.rule is None or not self.rule.uses_params:
             return None
-        return self.norm(flatten(params, "params"))
+        return self.compute_norm(flatten(params, "params"))
 
     def __call__(
         self,
@@ -103,74 +105,76 @@ class Judge:
         state: AccumulateState,
         params: PyTree,
         param_norm: Array | None,
-    ) -> MicrobatchJudgement:
+    ) -> ProcessedMicrobatch:
         """Judges the gradient of one microbatch."""
-        leaves = grads.measured_leaves()
-        if not self.measures:
+        leaves = grads.inexact_leaves()
+        if not self.computes_norms:
             unmeasured = jnp.zeros((), weight.dtype)
-            return MicrobatchJudgement(leaves, unmeasured, unmeasured, jnp.zeros((), bool), state)
-        norm = self.norm(grads)
+            return ProcessedMicrobatch(leaves, unmeasured, unmeasured, jnp.zeros((), bool), state)
+        norm = self.compute_norm(grads)
         is_out, new = jnp.zeros((), bool), state
-        if self.rejects:
+        if self.rejects_nonfinite:
             is_out = ~(jnp.isfinite(norm) & jnp.isfinite(value))
         if self.rule is not None:
-            of_norm = judged(self.rule, state.reject, norm, NAME, param_norm)
-            is_out, new = is_out | of_norm.is_out, new._replace(reject=of_norm.rule_state)
+            of_norm = evaluate_rule(self.rule, state.reject, norm, NAME, param_norm)
+            is_out, new = is_out | of_norm.should_skip, new._replace(reject=of_norm.rule_state)
         norm_after = norm
         if self.clip is not None:
-            leaves, norm_after, clip_state = self._clipped(grads, norm, state.clip, params)
+            leaves, norm_after, clip_state = self._clip(grads, norm, state.clip, params)
             # A clip learns nothing from a rejected microbatch. The rule that rejects must learn, or
             # it would reject norms at a new level for ever.
-            new = new._replace(clip=kept_where(is_out, state.clip, clip_state))
+            new = new._replace(clip=tree_where(is_out, state.clip, clip_state))
         has_weight = weight != 0
-        state = kept_where(~has_weight, state, new)
-        return MicrobatchJudgement(leaves, norm, norm_after, is_out & has_weight, state)
+        state = tree_where(~has_weight, state, new)
+        return ProcessedMicrobatch(leaves, norm, norm_after, is_out & has_weight, state)
 
-    def _clipped(
+    def _clip(
         self, grads: FlatTree, norm: Array, state: PyTree, params: PyTree
     ) -> tuple[list[Array], Array, PyTree]:
         """The clipped gradient, its norm, and the clip's state."""
         clipped, state = self._transformation().update(grads.tree(), state, params)
-        after = _same_leaves(grads, clipped)
-        of_limit = isinstance(self.clip, Threshold)
-        norm_after = _norm_after(norm, state.info) if of_limit else self.norm(after)
-        return after.measured_leaves(), norm_after, state
+        after = _check_same_structure(grads, clipped)
+        of_threshold = isinstance(self.clip, ThresholdRule)
+        norm_after = (
+            _norm_after_clip(norm, state.info) if of_threshold else self.compute_norm(after)
+        )
+        return after.inexact_leaves(), norm_after, state
 
     def _transformation(self) -> optax.GradientTransformationExtraArgs:
         """The clip as a transformation.
 
-        A limit's clip is made at each call, because its `specs` depend on the mapped axes there.
+        A threshold's clip is made at each call, because its `specs` depend on the mapped axes there.
         """
-        if not isinstance(self.clip, Threshold):
+        if not isinstance(self.clip, ThresholdRule):
             return self.clip or optax.with_extra_args_support(optax.identity())
-        return stage(scopes.tree(), self.clip, self._options())
+        return make_clip(scopes.tree(), self.clip, self._options())
 
-    def norm(self, flat: FlatTree) -> Array:
+    def compute_norm(self, flat: FlatTree) -> Array:
         """The norm of a tree over all devices."""
-        return norms_by(scopes.tree(), flat, self._options())
+        return scope_norms(scopes.tree(), flat, self._options())
 
     def _options(self) -> Options:
-        return Options.checked(name=NAME, specs=self.places.specs_of_gradients)
+        return Options.create(name=NAME, specs=self.places.specs_of_gradients)
 
 
-def _as_transformation(clip: Any) -> Any:
-    """A transformation, or a limit of the global norm, checked."""
+def _check_clip(clip: Any) -> Any:
+    """A transformation, or a threshold of the global norm, checked."""
     if clip is None:
         return None
     if isinstance(clip, optax.GradientTransformation):
         return optax.with_extra_args_support(clip)
     for package in ("optaxclip.methods", "optaxclip._engine"):
-        refuse_uncalled(clip, package, "clip", "optaxclip")
-    limit = as_limit(clip, "clip")
-    if isinstance(limit, dict):
+        check_called(clip, package, "clip", "optaxclip")
+    threshold = check_threshold(clip, "clip")
+    if isinstance(threshold, dict):
         raise TypeError(
-            f"clip must be a transformation, or one limit of the global norm, got {clip!r:.80}; "
-            "for groups with a limit each pass clip_by_group_norm"
+            f"clip must be a transformation, or one threshold of the global norm, got {clip!r:.80}; "
+            "for groups with a threshold each pass clip_by_group_norm"
         )
-    return limit
+    return threshold
 
 
-def _as_rule(reject: Any) -> Threshold | None:
+def _check_reject_rule(reject: Any) -> ThresholdRule | None:
     """`reject`, checked, as a rule; None if it is not a rule."""
     if reject is None:
         return None
@@ -180,7 +184,7 @@ def _as_rule(reject: Any) -> Threshold | None:
         raise ValueError(
             f"reject must be {NONFINITE!r}, None, or a rule of optaxclip.thresholds, got {reject!r}"
         )
-    rule = as_limit(reject, "reject")
+    rule = check_threshold(reject, "reject")
     if isinstance(rule, dict):
         raise TypeError(
             f"reject must be one rule, for the norm of the whole gradient, got {reject!r:.80}"
@@ -188,21 +192,21 @@ def _as_rule(reject: Any) -> Threshold | None:
     return rule.as_pytree()
 
 
-def _norm_after(norm: Array, info: ClipInfo) -> Array:
-    """The norm after a clip with a limit of the global norm, from the clip's record.
+def _norm_after_clip(norm: Array, info: ClipInfo) -> Array:
+    """The norm after a clip with a threshold of the global norm, from the clip's record.
 
     The clip multiplies all entries by one factor, and so the norm too. If that factor is 0 in the
-    record's dtype, the norm after the clip is the limit.
+    record's dtype, the norm after the clip is the threshold.
     """
     tiny = float(jnp.finfo(info.factor.dtype).tiny)
-    limit, factor = info.limit.astype(norm.dtype), info.factor.astype(norm.dtype)
-    return jnp.where(limit < tiny * norm, limit, norm * factor)
+    threshold, factor = info.threshold.astype(norm.dtype), info.factor.astype(norm.dtype)
+    return jnp.where(threshold < tiny * norm, threshold, norm * factor)
 
 
-def _same_leaves(grads: FlatTree, clipped: PyTree) -> FlatTree:
+def _check_same_structure(grads: FlatTree, clipped: PyTree) -> FlatTree:
     """A transformation's result, checked to have the structure of the gradients."""
     found = flatten(clipped, "updates")
-    if found.treedef != grads.treedef or found.measured != grads.measured:
+    if found.treedef != grads.treedef or found.inexact_indices != grads.inexact_indices:
         raise ValueError(
             f"clip must return a tree like the gradients, {grads.treedef}, got {found.treedef}"
         )

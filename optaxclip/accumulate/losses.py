@@ -15,13 +15,13 @@ import optaxclip._border.devices as devices
 from optaxclip._base.numerics import accumulation_dtype, is_real, norm_dtype
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
-from optaxclip._batches.losses import described, loss_and_aux
-from optaxclip._batches.roles import Roles
+from optaxclip._batches.losses import describe_array, loss_and_aux
+from optaxclip._batches.roles import LossArguments
 from optaxclip._border.devices import Axes
-from optaxclip.accumulate.places import Places
+from optaxclip.accumulate.places import DataSharding
 
 
-class Found(NamedTuple):
+class MicrobatchGrad(NamedTuple):
     """The loss, weight and gradient of one microbatch, and what else the loss returned."""
 
     value: Array
@@ -41,14 +41,14 @@ class MicrobatchLoss:
     weight: Callable[..., Any] | None
     has_aux: bool
     dtype: jnp.dtype
-    places: Places
+    places: DataSharding
 
-    def widened(self, params: FlatTree) -> "MicrobatchLoss":
+    def use_wide_dtype(self, params: FlatTree) -> "MicrobatchLoss":
         """This loss, with losses and weights in the widest dtype of the sums."""
-        dtypes = [x.dtype for x in params.measured_leaves()]
+        dtypes = [x.dtype for x in params.inexact_leaves()]
         return dataclasses.replace(self, dtype=norm_dtype([self.dtype, *dtypes]))
 
-    def dtype_of_sum(self, dtype: Any) -> jnp.dtype:
+    def accumulator_dtype(self, dtype: Any) -> jnp.dtype:
         """The dtype in which leaves of `dtype` are added up."""
         is_wide = jnp.dtype("float64") in (self.dtype, accumulation_dtype(dtype))
         names = ("complex64", "complex128")
@@ -56,58 +56,68 @@ class MicrobatchLoss:
             names = ("float32", "float64")
         return jnp.dtype(names[is_wide])
 
-    def over_devices(
-        self, roles: Roles, params: FlatTree, size: int, measured: list[Array], microbatch: Any
-    ) -> Found:
+    def global_loss_and_grad(
+        self,
+        roles: LossArguments,
+        params: FlatTree,
+        size: int,
+        measured: list[Array],
+        microbatch: Any,
+    ) -> MicrobatchGrad:
         """Loss, weight and gradient of a microbatch, of which one device has `size` examples."""
         weight = self._weight_of(microbatch, size)
 
         def share_of_loss(measured: list[Array]) -> Any:
-            value, aux = self._value(roles.with_values(params.rebuild(measured), microbatch))
+            value, aux = self._value(roles.merge(params.unflatten(measured), microbatch))
             axes = self.places.axes_of(value, weight)
             value = value.astype(self.dtype)
             return value * (weight / self._total(weight, axes)) if axes else value, aux
 
         (value, aux), leaves = jax.value_and_grad(share_of_loss, has_aux=True)(measured)
         axes = self.places.axes_of(value, weight)
-        leaves = self.places.added(leaves, params, axes)
-        return Found(self._total(value, axes), self._total(weight, axes), leaves, aux)
+        leaves = self.places.psum_grads(leaves, params, axes)
+        return MicrobatchGrad(self._total(value, axes), self._total(weight, axes), leaves, aux)
 
-    def of_this_device(
-        self, roles: Roles, params: FlatTree, size: int, measured: list[Array], microbatch: Any
-    ) -> Found:
+    def local_loss_and_grad(
+        self,
+        roles: LossArguments,
+        params: FlatTree,
+        size: int,
+        measured: list[Array],
+        microbatch: Any,
+    ) -> MicrobatchGrad:
         """Loss, weight and gradient of this device's part of a microbatch alone."""
         weight = self._weight_of(microbatch, size)
 
         def loss(measured: list[Array]) -> Any:
-            return self._value(roles.with_values(params.rebuild(measured), microbatch))
+            return self._value(roles.merge(params.unflatten(measured), microbatch))
 
         (value, aux), leaves = jax.value_and_grad(loss, has_aux=True)(measured)
-        if devices.are_tracked():
+        if devices.has_vma_tracking():
             # A loss that is equal on all devices counts with the sum of their weights.
             weight = self._total(weight, self.places.axes_of(weight) - self.places.axes_of(value))
-        return Found(value.astype(self.dtype), weight, leaves, aux)
+        return MicrobatchGrad(value.astype(self.dtype), weight, leaves, aux)
 
     def _total(self, x: Any, axes: Axes) -> Any:
         """The sum over devices; a constant is multiplied by their number, without a collective."""
         if not isinstance(x, Tracer):
-            return x * devices.num_devices(axes)
-        return devices.sum_over_devices(self.places.vary(x, axes), axes)
+            return x * devices.axis_size(axes)
+        return devices.psum(self.places.vary(x, axes), axes)
 
     def _value(self, args: list[Any]) -> tuple[Array, PyTree]:
         """The loss and aux, checked."""
         of = "the mean loss of a microbatch"
-        return loss_and_aux(self.fn, args, {}, has_aux=self.has_aux, of=of)
+        return loss_and_aux(self.fn, args, {}, has_aux=self.has_aux, description=of)
 
     def _weight_of(self, microbatch: tuple[Any, ...], size: int) -> Any:
         """The weight, checked; a traced weight that is negative becomes NaN."""
-        weight = size if self.weight is None else _of_batch(self.weight, microbatch)
+        weight = size if self.weight is None else _call_weight_fn(self.weight, microbatch)
         if not is_real(weight):
             raise TypeError(f"weight must return a real number, got {weight!r:.80}")
         if jnp.shape(weight) != ():
             raise ValueError(
                 f"weight must return a scalar, how much a microbatch counts, got "
-                f"{described(weight)}; sum it"
+                f"{describe_array(weight)}; sum it"
             )
         if isinstance(weight, Tracer):
             weight = weight.astype(self.dtype)
@@ -119,7 +129,7 @@ class MicrobatchLoss:
         return np.asarray(weight, self.dtype)
 
 
-def _of_batch(weight: Callable[..., Any], microbatch: tuple[Any, ...]) -> Any:
+def _call_weight_fn(weight: Callable[..., Any], microbatch: tuple[Any, ...]) -> Any:
     """What a user's weight returns, which must take all batch arguments."""
     try:
         inspect.signature(weight).bind(*microbatch)

@@ -12,14 +12,14 @@ import jax
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.trees import FlatTree, per_leaf
+from optaxclip._base.trees import FlatTree, broadcast_prefix
 from optaxclip._base.types import PyTree
 from optaxclip._border.devices import Axes
 from optaxclip._border.placement import as_spec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Places:
+class DataSharding:
     """What the user says of devices: how the batch and the parameters are split."""
 
     axis_names: tuple[str, ...] | None
@@ -27,8 +27,8 @@ class Places:
 
     def check(self, name: str) -> None:
         """Checks that the axes over which a batch is split are known, and are axes."""
-        devices.check_mapped(self.axis_names or ())
-        if devices.manual_axes() and not devices.are_tracked() and self.axis_names is None:
+        devices.check_axis_names_bound(self.axis_names or ())
+        if devices.manual_axes() and not devices.has_vma_tracking() and self.axis_names is None:
             raise ValueError(
                 f"{name}: inside pmap or shard_map(check_vma=False) JAX does not say over which of "
                 f"{sorted(devices.manual_axes())} the batch is split; pass axis_name= (an empty "
@@ -39,44 +39,44 @@ class Places:
     @property
     def specs_of_gradients(self) -> PyTree:
         """How the sums of gradients are split, if their types do not say."""
-        is_unknown = self.specs is None and devices.manual_axes() and not devices.are_tracked()
+        is_unknown = self.specs is None and devices.manual_axes() and not devices.has_vma_tracking()
         return jax.P() if is_unknown else self.specs
 
     def axes_of(self, *arrays: Any) -> Axes:
         """The axes over which some of these differ from device to device."""
-        if devices.are_tracked():
-            return devices.varying_together(arrays)
+        if devices.has_vma_tracking():
+            return devices.tree_varying_axes(arrays)
         return Axes(self.axis_names or ())
 
     def vary(self, x: Array, axes: Axes) -> Array:
         """`x`, typed as differing from device to device if JAX tracks this in types."""
-        return devices.vary(x, axes) if devices.are_tracked() else x
+        return devices.pvary(x, axes) if devices.has_vma_tracking() else x
 
-    def still_to_add(self, params: FlatTree, axes: Axes) -> list[Axes]:
+    def get_axes_to_psum(self, params: FlatTree, axes: Axes) -> list[Axes]:
         """For each measured leaf, the axes over which its gradient must still be summed.
 
         Axes that split the leaf are left out: what gathers the leaf sums its gradient over them.
         """
-        if devices.are_tracked():
-            return [axes - devices.varying_axes(x) for x in params.measured_leaves()]
+        if devices.has_vma_tracking():
+            return [axes - devices.varying_axes(x) for x in params.inexact_leaves()]
         if self.specs is None:
-            return [axes] * len(params.measured)
-        given = per_leaf(self.specs, params, "specs")
+            return [axes] * len(params.inexact_indices)
+        given = broadcast_prefix(self.specs, params, "specs")
         return [axes - devices.axes_of(as_spec(spec)) for spec in given]
 
-    def axes_summed_last(self, params: FlatTree, batch: PyTree) -> Axes:
+    def get_deferred_psum_axes(self, params: FlatTree, batch: PyTree) -> Axes:
         """The axes over which gradients can be added up once, after the last microbatch.
 
         There are none if a leaf is split over one of the batch's axes, because what gathers that
         leaf in each microbatch also sums its gradient.
         """
         axes = self.axes_of(*jax.tree.leaves(batch))
-        can_wait = all(over == axes for over in self.still_to_add(params, axes))
+        can_wait = all(over == axes for over in self.get_axes_to_psum(params, axes))
         return axes if can_wait else Axes()
 
-    def added(self, leaves: list[Array], params: FlatTree, axes: Axes) -> list[Array]:
+    def psum_grads(self, leaves: list[Array], params: FlatTree, axes: Axes) -> list[Array]:
         """The gradients, summed over devices unless JAX has done so."""
-        if devices.are_tracked() or not axes:
+        if devices.has_vma_tracking() or not axes:
             return leaves
-        pairs = zip(leaves, self.still_to_add(params, axes), strict=True)
-        return [devices.sum_over_devices(x, over) for x, over in pairs]
+        pairs = zip(leaves, self.get_axes_to_psum(params, axes), strict=True)
+        return [devices.psum(x, over) for x, over in pairs]

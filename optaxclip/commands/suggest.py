@@ -1,4 +1,4 @@
-"""The command `suggest`: suggests a limit from a log of gradient norms."""
+"""The command `suggest`: suggests a threshold from a log of gradient norms."""
 
 import argparse
 import json
@@ -7,12 +7,12 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-from optaxclip._base.extras import remedy
+from optaxclip._base.extras import install_command
 from optaxclip.tuning import Suggestion, suggest
 from optaxclip.tuning.files import parse_norms
 from optaxclip.tuning.suggesting import suggested
 
-HELP: str = "suggest a limit from a log of gradient norms"
+HELP: str = "suggest a threshold from a log of gradient norms"
 NEEDS: tuple[str, ...] = ()
 EXTRA: str = "plot"
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the suggestion, draws it if asked to; returns the exit code."""
     if args.plot and find_spec("matplotlib") is None:
-        raise argparse.ArgumentError(None, f"--plot needs matplotlib: {remedy(EXTRA)}")
+        raise argparse.ArgumentError(None, f"--plot needs matplotlib: {install_command(EXTRA)}")
     picture = args.plot and _picture(args.plot)
     suggestion = _suggestion(args.file, args.column)
     if picture:

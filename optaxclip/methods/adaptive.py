@@ -8,7 +8,7 @@ and `zclip` has no cap.
 `patience=None, floor=0.0`, and for `zclip` also `max_norm=1.0`, give the published rules.
 
 All arguments must be passed by name, because a number alone, as in `zclip(1.0)`, would look like a
-limit. `floor` and `patience` are explained in `optaxclip.thresholds.base`.
+threshold. `floor` and `patience` are explained in `optaxclip.thresholds.base`.
 """
 
 from typing import Unpack
@@ -18,12 +18,12 @@ import optaxclip.thresholds as thresholds
 from optaxclip._base.types import ArrayLike, ClipState
 from optaxclip._border.crossing import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import ClipOptions, NormOptions, takes
-from optaxclip.thresholds.base import FLOOR, PATIENCE
+from optaxclip._engine.options import ClipOptions, NormOptions, clip_factory
+from optaxclip.thresholds.base import DEFAULT_FLOOR, DEFAULT_PATIENCE
 from optaxclip.thresholds.moving import Option
 
 
-@takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.zscore())")
+@clip_factory(ClipOptions, equivalent="clip_by(scopes.tree(), thresholds.zscore())")
 def zclip(
     *,
     alpha: ArrayLike = 0.97,
@@ -31,26 +31,26 @@ def zclip(
     warmup_steps: int = 25,
     max_norm: ArrayLike | None = None,
     option: Option = "adaptive",
-    floor: float = FLOOR,
-    patience: int | None = PATIENCE,
+    floor: float = DEFAULT_FLOOR,
+    patience: int | None = DEFAULT_PATIENCE,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Clips spikes of the global norm, which it recognizes by their z-score.
 
     Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507. The published rule
     never recovers from a lasting rise of the norms, because it learns from clipped norms; with
-    `patience` it recovers. The published code also caps every limit at 1, so it acts as
+    `patience` it recovers. The published code also caps every threshold at 1, so it acts as
     `clip_by_global_norm(1.0)` if ordinary norms exceed 1. Here only `max_norm` sets a cap; without
     it, nothing is clipped in the warm-up.
 
     Args:
       alpha: the decay of mean and variance.
       z_thresh: a norm more than `z_thresh` standard deviations above the mean is a spike.
-      warmup_steps: how many norms are recorded before there is a limit.
-      max_norm: a cap on every limit, in the warm-up too; None: no cap. It is 1.0 in published code.
+      warmup_steps: how many norms are recorded before there is a threshold.
+      max_norm: a cap on every threshold, in the warm-up too; None: no cap. It is 1.0 in published code.
       option: which norm a spike is given, as in `optaxclip.thresholds.zscore`.
-      floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after this many norms in a row above their limit the raw norm is recorded.
+      floor: smaller norms are not recorded, and no threshold is smaller.
+      patience: after this many norms in a row above their threshold the raw norm is recorded.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Example:
@@ -74,37 +74,37 @@ def zclip(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@takes(NormOptions, parts="clip_by(scopes.leaf(), thresholds.adagc())")
+@clip_factory(NormOptions, equivalent="clip_by(scopes.leaf(), thresholds.adagc())")
 def adagc(
     *,
     lambda_rel: ArrayLike = 1.04,
     lambda_abs: ArrayLike = 1.0,
     beta: ArrayLike = 0.99,
     warmup_steps: int = 100,
-    floor: float = FLOOR,
-    patience: int | None = PATIENCE,
+    floor: float = DEFAULT_FLOOR,
+    patience: int | None = DEFAULT_PATIENCE,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
     """Clips each leaf a little above the moving average of its clipped norms.
 
     Source: Wang et al., 2025, AdaGC, arXiv 2502.11034. The constants are those of the paper's last
     version; the first had `lambda_rel=1.05, beta=0.98`. In the warm-up the whole tree is clipped by
-    its global norm, to a limit that does not depend on the task.
+    its global norm, to a threshold that does not depend on the task.
 
     It clips at nearly every step, and that is meant: it learns from norms after their clip, so its
-    limits stay near the smaller norms, and nothing that goes wrong lifts them soon. If norms rise
-    for good, the limits follow once more than `patience` norms in a row were above them. As
-    published, without patience, a limit needs 1734 steps to double, and a run whose gradients begin
+    thresholds stay near the smaller norms, and nothing that goes wrong lifts them soon. If norms rise
+    for good, the thresholds follow once more than `patience` norms in a row were above them. As
+    published, without patience, a threshold needs 1734 steps to double, and a run whose gradients begin
     small, because its last layers begin at zero, loses much of what it learns.
 
     Args:
-      lambda_rel: the limit, divided by the average.
+      lambda_rel: the threshold, divided by the average.
       lambda_abs: the global norm to clip to in the warm-up.
       beta: the decay of the average.
       warmup_steps: how many norms the warm-up lasts.
-      floor: smaller norms are not recorded, and no limit is smaller. With 0, a leaf whose gradient
+      floor: smaller norms are not recorded, and no threshold is smaller. With 0, a leaf whose gradient
         is zero in the warm-up never moves again, as in the published rule.
-      patience: after this many norms in a row above their limit the raw norm is recorded.
+      patience: after this many norms in a row above their threshold the raw norm is recorded.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Example:
@@ -121,48 +121,50 @@ def adagc(
     return clip_by(scopes.leaf(), rule, **options)
 
 
-@takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.quantile())")
+@clip_factory(ClipOptions, equivalent="clip_by(scopes.tree(), thresholds.quantile())")
 def clip_by_quantile(
     *,
     target: ArrayLike = 0.5,
     learning_rate: ArrayLike = 0.2,
-    init_limit: ArrayLike = 0.1,
+    init_threshold: ArrayLike = 0.1,
     geometric: bool = True,
-    floor: float = FLOOR,
+    floor: float = DEFAULT_FLOOR,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm to a limit that moves until the wanted share of norms is below it.
+    """Clips the global norm to a threshold that moves until the wanted share of norms is below it.
 
     Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, arXiv 1905.03871, without noise.
 
     Args:
       target: the share of steps that are not clipped, from 0 to 1.
-      learning_rate: how fast the limit moves.
-      init_limit: the limit at the first step.
-      geometric: whether each step multiplies the limit; otherwise each step adds to it.
-      floor: smaller norms are not recorded, and no limit is smaller.
+      learning_rate: how fast the threshold moves.
+      init_threshold: the threshold at the first step.
+      geometric: whether each step multiplies the threshold; otherwise each step adds to it.
+      floor: smaller norms are not recorded, and no threshold is smaller.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by_quantile(init_limit=1.0)
+      >>> tx = optaxclip.clip_by_quantile(init_threshold=1.0)
       >>> state = tx.init(jnp.zeros(1))
       >>> for norm in (1.0, 1.2):
       ...     updates, state = tx.update(jnp.array([norm]), state)
-      >>> print(state.info.limit)
+      >>> print(state.info.threshold)
       0.904837
     """
-    rule = thresholds.quantile(target, learning_rate, init_limit, geometric=geometric, floor=floor)
+    rule = thresholds.quantile(
+        target, learning_rate, init_threshold, geometric=geometric, floor=floor
+    )
     return clip_by(scopes.tree(), rule, **options)
 
 
-@takes(NormOptions, parts="clip_by(scopes.leaf(), thresholds.ema(skip_steps=1))")
+@clip_factory(NormOptions, equivalent="clip_by(scopes.leaf(), thresholds.ema(skip_steps=1))")
 def clip_by_ema_norm(
     *,
     ratio: ArrayLike = 2.0,
     decay: ArrayLike = 0.95,
-    floor: float = FLOOR,
-    patience: int | None = PATIENCE,
+    floor: float = DEFAULT_FLOOR,
+    patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
@@ -171,11 +173,11 @@ def clip_by_ema_norm(
     Source: allenai/OLMo (`max_grad_norm_ratio`); its decay is the larger of Adam's two.
 
     Args:
-      ratio: the limit, divided by the average.
+      ratio: the threshold, divided by the average.
       decay: the decay of the average, which starts with the norm of the second step.
-      floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after this many norms in a row above their limit the raw norm is recorded.
-      max_norm: a cap on every limit.
+      floor: smaller norms are not recorded, and no threshold is smaller.
+      patience: after this many norms in a row above their threshold the raw norm is recorded.
+      max_norm: a cap on every threshold.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Example:
@@ -184,7 +186,7 @@ def clip_by_ema_norm(
       >>> state = tx.init(jnp.zeros(1))
       >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
       ...     updates, state = tx.update(jnp.array([norm]), state)
-      >>> print(state.info.limit, state.info.factor)
+      >>> print(state.info.threshold, state.info.factor)
       [1.7565] [0.3513]
     """
     rule = thresholds.ema(

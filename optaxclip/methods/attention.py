@@ -11,27 +11,34 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_bool, checked_name, makes_transformation
+from optaxclip._base.arguments import check_bool, check_name, transformation_factory
 from optaxclip._base.numerics import (
     accumulation_dtype,
-    entries,
+    cast_elements,
+    divide_no_nan,
     match_weak_type,
     norm_dtype,
-    promoted,
-    safe_divide,
+    promote_dtypes,
 )
 from optaxclip._base.states import check_state
-from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, matching_params, per_leaf
+from optaxclip._base.trees import (
+    FlatTree,
+    align_params,
+    broadcast_prefix,
+    flatten,
+    is_sparse,
+    leaf_name,
+)
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._border.crossing import Transformation, stateless, transformation
-from optaxclip._border.entries import times
+from optaxclip._border.entries import scale_by_real
 from optaxclip._border.placement import as_spec
 from optaxclip._engine.clip import clip_by, fresh_if_none
-from optaxclip.methods.heads import Heads, Place, multiplier, placed
-from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
+from optaxclip.methods.heads import HeadLayout, Heads, multiplier, resolve_heads
+from optaxclip.thresholds.fixed import ScalarOrSchedule, check_threshold
 
 
-@makes_transformation()
+@transformation_factory()
 def clip_attention_logits(
     tau: ScalarOrSchedule = 100.0,
     *,
@@ -40,13 +47,13 @@ def clip_attention_logits(
     record: bool = True,
     name: str = "clip_attention_logits",
 ) -> Transformation[ClipState]:
-    """Shrinks the query and key weights of attention heads whose logits exceed a limit (QK-Clip).
+    """Shrinks the query and key weights of attention heads whose logits exceed a threshold (QK-Clip).
 
     Let `S` be the largest logit of a head in this step's batch, after the division by the root of
     the head's size and before the softmax. The head's factor is `min(1, tau / S)`. This must be the
     last stage of a chain: it changes the update `u` of weights `w` so that the weights become
     `factor**power * (w + u)`. With these, the logits of the same batch would be at most about
-    `tau`. A head below the limit is left alone, bit for bit.
+    `tau`. A head below the threshold is left alone, bit for bit.
 
     `heads` says how the factor is divided between the weights of queries and of keys:
 
@@ -88,9 +95,9 @@ def clip_attention_logits(
       weak types of the updates that it is given.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar; when used, if `heads` finds
+      ValueError: for a threshold that is negative, NaN or not a scalar; when used, if `heads` finds
         heads in no leaf, or `params` or `max_logits` is missing or has the wrong shapes.
-      TypeError: for a limit that is not a number, or if `heads` is not a function.
+      TypeError: for a threshold that is not a number, or if `heads` is not a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -111,25 +118,25 @@ def clip_attention_logits(
             "leaves are weights of queries and keys, and on which axis their heads are; got "
             f"{heads!r}"
         )
-    limit, name = as_limit(tau, "tau"), checked_name(name)
+    threshold, name = check_threshold(tau, "tau"), check_name(name)
 
     def clip(specs: PyTree = None) -> Transformation[ClipState]:
         # In the tree of logits each head is one entry, which is a group of its own.
         of_heads = {"specs": specs, "record": record, "name": name}
-        return clip_by(scopes.axes(()), limit, norm="linf", **of_heads)
+        return clip_by(scopes.axes(()), threshold, norm="linf", **of_heads)
 
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
         weights = _weights(flat, heads)
         # A tree without leaves is no error: `optax.tree_map_params` makes a state from one.
-        if flat.measured and not weights:
+        if flat.inexact_indices and not weights:
             raise ValueError(
                 f"{name}: heads must give optaxclip.Heads for some leaf, and gave None for all of "
                 f"{flat.names()}"
             )
         return clip().init({weight.name: jnp.zeros(weight.shape) for weight in weights})
 
-    def rescaled(
+    def update_fn(
         updates: PyTree, state: Any, params: PyTree | None, max_logits: PyTree = None, **_: Any
     ) -> tuple[PyTree, Any]:
         flat = flatten(updates, "updates")
@@ -140,29 +147,31 @@ def clip_attention_logits(
                     "max_logits=...), with the largest attention logit of each head in this step"
                 )
         weights = _weights(flat, heads)
-        only = flat._replace(measured=[weight.position for weight in weights])
+        only = flat._replace(inexact_indices=[weight.position for weight in weights])
         logits = _logits_of(weights, max_logits, name)
         clipped, state = clip(_specs_of(weights, specs, only)).update(logits, state)
         names = [weight.name for weight in weights]
-        leaves = _rescaled(
-            only.measured_leaves(),
-            matching_params(only, params, name).measured_leaves(),
+        leaves = _rescale_weights(
+            only.inexact_leaves(),
+            align_params(only, params, name).inexact_leaves(),
             [logits[key] for key in names],
             [clipped[key] for key in names],
-            places=tuple(weight.place for weight in weights),
+            places=tuple(weight.layout for weight in weights),
         )
-        return only.rebuild(leaves), state
+        return only.unflatten(leaves), state
 
-    if not checked_bool(record, "record"):
-        clip()  # refuses a limit that depends on earlier steps
-        return stateless(lambda updates, params, **extra: rescaled(updates, (), params, **extra)[0])
+    if not check_bool(record, "record"):
+        clip()  # refuses a threshold that depends on earlier steps
+        return stateless(
+            lambda updates, params, **extra: update_fn(updates, (), params, **extra)[0]
+        )
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipState]:
         state = fresh_if_none(state, init, updates)
         check_state(state, ClipState, name, updates=updates)
-        return rescaled(updates, state, params, **extra_args)
+        return update_fn(updates, state, params, **extra_args)
 
     return transformation(init, update)
 
@@ -173,14 +182,14 @@ class _Weight(NamedTuple):
     position: int
     name: str
     path: tuple[str, ...]
-    place: Place
+    layout: HeadLayout
     shape: tuple[int, ...]
 
 
 def _weights(flat: FlatTree, heads: Callable[[str, Any], Heads | None]) -> list[_Weight]:
     found = []
     for position, leaf, name in zip(
-        flat.measured, flat.measured_leaves(), flat.names(), strict=True
+        flat.inexact_indices, flat.inexact_leaves(), flat.names(), strict=True
     ):
         own = heads(name, leaf)
         if own is None:
@@ -189,12 +198,12 @@ def _weights(flat: FlatTree, heads: Callable[[str, Any], Heads | None]) -> list[
             raise TypeError(f"heads must give optaxclip.Heads or None, got {own!r} for '{name}'")
         if is_sparse(leaf):
             raise TypeError(f"heads must leave sparse leaves alone, got Heads for '{name}'")
-        path = _parts(flat.paths[position])
-        found.append(_Weight(position, name, path, *placed(own, np.shape(leaf), name)))
+        path = _split_path(flat.paths[position])
+        found.append(_Weight(position, name, path, *resolve_heads(own, np.shape(leaf), name)))
     return found
 
 
-def _parts(path: Path) -> tuple[str, ...]:
+def _split_path(path: Path) -> tuple[str, ...]:
     return tuple(leaf_name(path).split("/")) if path else ()
 
 
@@ -203,23 +212,23 @@ def _specs_of(weights: list[_Weight], specs: PyTree, flat: FlatTree) -> PyTree:
     if specs is None or not weights:
         return None
 
-    def of_heads(spec: Any, weight: _Weight) -> Any:
-        padded = [*as_spec(spec), *[None] * weight.place.rank]
-        own = PartitionSpec(*(padded[axis] for axis in weight.place.axes))
+    def head_spec(spec: Any, weight: _Weight) -> Any:
+        padded = [*as_spec(spec), *[None] * weight.layout.rank]
+        own = PartitionSpec(*(padded[axis] for axis in weight.layout.axes))
         return NamedSharding(spec.mesh, own) if isinstance(spec, NamedSharding) else own
 
-    rows = zip(per_leaf(specs, flat, "specs"), weights, strict=True)
-    return {weight.name: of_heads(spec, weight) for spec, weight in rows}
+    rows = zip(broadcast_prefix(specs, flat, "specs"), weights, strict=True)
+    return {weight.name: head_spec(spec, weight) for spec, weight in rows}
 
 
 def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[str, Array]:
     """The logits of each weight's heads, by its name; negative ones become 0."""
-    flat = flatten(max_logits, "max_logits", integers="error")
+    flat = flatten(max_logits, "max_logits", integer_policy="error")
     found: dict[tuple[str, ...], list[Any]] = {}
-    for i in flat.measured:
+    for i in flat.inexact_indices:
         if jnp.iscomplexobj(flat.leaves[i]):
             raise TypeError(f"max_logits must have real leaves, got {flat.leaves[i]!r:.80}")
-        parts = _parts(flat.paths[i])
+        parts = _split_path(flat.paths[i])
         end = parts.index("max_logits") if "max_logits" in parts else len(parts)
         found.setdefault(parts[:end], []).append(flat.leaves[i])
     largest = {}
@@ -247,7 +256,7 @@ def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[st
 def _largest(arrays: dict[str, list[Any]]) -> dict[str, Array]:
     def largest(some: list[Any]) -> Array:
         wide = [x.astype(accumulation_dtype(x.dtype)) for x in map(jnp.asarray, some)]
-        found = jnp.maximum(functools.reduce(jnp.maximum, promoted(wide)), 0)
+        found = jnp.maximum(functools.reduce(jnp.maximum, promote_dtypes(wide)), 0)
         # A logit that is not finite changes no weight, so it has the derivative 0.
         return jnp.where(jnp.isfinite(found), found, lax.stop_gradient(found))
 
@@ -255,22 +264,22 @@ def _largest(arrays: dict[str, list[Any]]) -> dict[str, Array]:
 
 
 @functools.partial(jax.jit, static_argnames="places")
-def _rescaled(
+def _rescale_weights(
     updates: list[Any],
     weights: list[Any],
     logits: list[Array],
     clipped: list[Array],
     *,
-    places: tuple[Place, ...],
+    places: tuple[HeadLayout, ...],
 ) -> list[Array]:
     """Updates that lead to the weights of the given updates times the factors."""
     rescaled = []
     for u, w, before, after, place in zip(updates, weights, logits, clipped, places, strict=True):
         u, w = jnp.asarray(u), jnp.asarray(w)
-        quotient = jnp.where(jnp.isfinite(before), safe_divide(after, before, 1.0), 1)
+        quotient = jnp.where(jnp.isfinite(before), divide_no_nan(after, before, 1.0), 1)
         wide = norm_dtype([u.dtype, w.dtype])
         by = multiplier(quotient.astype(wide), place)
-        new = times(entries(u, wide), by)
-        new = new - times(entries(w, wide), 1 - by).astype(new.dtype)
+        new = scale_by_real(cast_elements(u, wide), by)
+        new = new - scale_by_real(cast_elements(w, wide), 1 - by).astype(new.dtype)
         rescaled.append(match_weak_type(jnp.where(by == 1, u, new.astype(u.dtype)), u))
     return rescaled

@@ -6,17 +6,17 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip.methods.elementwise as elementwise
-from optaxclip._base.arguments import checked_bool, makes_transformation
-from optaxclip._base.states import check_state, increased, registered_state
+from optaxclip._base.arguments import check_bool, transformation_factory
+from optaxclip._base.states import check_state, register_state, safe_increment
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
 from optaxclip._border.crossing import Transformation, stateless, transformation
-from optaxclip.thresholds.calling import checked_schedule
-from optaxclip.thresholds.checks import checked_limit
-from optaxclip.thresholds.fixed import ScalarOrSchedule, without_memory
+from optaxclip.thresholds.calling import check_schedule
+from optaxclip.thresholds.checks import check_threshold_value
+from optaxclip.thresholds.fixed import ScalarOrSchedule, needs_state_message
 
 
-@registered_state
+@register_state
 class ClipByValueState(NamedTuple):
     """State of elementwise clipping.
 
@@ -29,9 +29,9 @@ class ClipByValueState(NamedTuple):
     steps: Array
 
 
-@makes_transformation(
+@transformation_factory(
     "ops.clip_by_value(grads, -1.0, 1.0)",
-    too_many=". For a bound on either side take clip_by_value(min_value, max_value)",
+    too_many_hint=". For a bound on either side take clip_by_value(min_value, max_value)",
 )
 def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[ClipByValueState]:
     """Clips each entry to `[-max_delta, max_delta]`, a complex one to the modulus `max_delta`.
@@ -61,13 +61,15 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
       [nan  2. -2.  2.  1.]
     """
     if callable(max_delta):
-        checked_schedule(max_delta, "max_delta", any_shape=True)
+        check_schedule(max_delta, "max_delta", any_shape=True)
     else:
-        max_delta = checked_limit(max_delta, "max_delta", off="math.inf", schedule=True)
+        max_delta = check_threshold_value(
+            max_delta, "max_delta", disabled_value="math.inf", schedule=True
+        )
     return _clip_by_bounds(None, max_delta, ("max_delta", "max_delta"), record)
 
 
-@makes_transformation("ops.clip_by_value(grads, -1.0, 1.0)")
+@transformation_factory("ops.clip_by_value(grads, -1.0, 1.0)")
 def clip_by_value(
     min_value: ScalarOrSchedule, max_value: ScalarOrSchedule, *, record: bool = True
 ) -> Transformation[ClipByValueState]:
@@ -98,9 +100,9 @@ def clip_by_value(
     bounds = (("min_value", min_value), ("max_value", max_value))
     for argument, bound in bounds:
         if callable(bound):
-            checked_schedule(bound, argument, any_shape=True)
+            check_schedule(bound, argument, any_shape=True)
         else:
-            elementwise.checked_bound(bound, argument)
+            elementwise.check_bound(bound, argument)
     if not callable(min_value) and not callable(max_value):
         elementwise.check_order(min_value, max_value, ("min_value", "max_value"))
     return _clip_by_bounds(min_value, max_value, ("min_value", "max_value"), record)
@@ -111,14 +113,14 @@ def _clip_by_bounds(
 ) -> Transformation[ClipByValueState]:
     name = "clip" if low is None else "clip_by_value"
 
-    def clamped(updates: PyTree, smallest: Any, largest: Any) -> PyTree:
+    def update_fn(updates: PyTree, smallest: Any, largest: Any) -> PyTree:
         return elementwise.clamp(flatten(updates, "updates"), smallest, largest, arguments)
 
     is_scheduled = callable(low) or callable(high)
-    if not checked_bool(record, "record"):
+    if not check_bool(record, "record"):
         if is_scheduled:
-            raise ValueError(without_memory(name))
-        return stateless(lambda updates, *_, **__: clamped(updates, low, high))
+            raise ValueError(needs_state_message(name))
+        return stateless(lambda updates, *_, **__: update_fn(updates, low, high))
 
     def init(params: PyTree) -> ClipByValueState:
         flatten(params, "params")
@@ -131,14 +133,14 @@ def _clip_by_bounds(
         is_fresh = state is None and not is_scheduled
         state = ClipByValueState(jnp.zeros((), jnp.int32)) if is_fresh else state
         check_state(state, ClipByValueState, name, updates=updates)
-        smallest, largest = (_at_step(bound, state.steps) for bound in (low, high))
-        return clamped(updates, smallest, largest), ClipByValueState(increased(state.steps))
+        smallest, largest = (_evaluate_bound(bound, state.steps) for bound in (low, high))
+        return update_fn(updates, smallest, largest), ClipByValueState(safe_increment(state.steps))
 
     return transformation(init, update)
 
 
-def _at_step(bound: ScalarOrSchedule | None, steps: Array) -> Any:
+def _evaluate_bound(bound: ScalarOrSchedule | None, steps: Array) -> Any:
     """A bound, or the value of a schedule, checked."""
     if not callable(bound):
         return bound
-    return elementwise.checked_bound(bound(steps), "the schedule's value")
+    return elementwise.check_bound(bound(steps), "the schedule's value")

@@ -9,19 +9,19 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from optaxclip._base.arguments import short
+from optaxclip._base.arguments import short_repr
 from optaxclip._base.numerics import (
     accumulation_dtype,
+    divide_by_pow2,
+    floor_pow2,
     is_real,
     match_weak_type,
-    narrowed,
-    over_power,
-    power_of_two_below,
+    saturating_cast,
 )
-from optaxclip._base.trees import FlatTree, data_of, dtype_of, is_sparse, with_data
+from optaxclip._base.trees import FlatTree, dtype_of, get_stored_values, is_sparse, replace_values
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._border.crossing import global_view
-from optaxclip._border.entries import not_padding, stored_as_entries
+from optaxclip._border.entries import stored_as_entries, valid_mask
 
 
 def clamp(
@@ -34,22 +34,24 @@ def clamp(
     leaf. Of `BCOO` leaves the stored entries are clipped, after values with the same index were
     added. Messages call the bounds by `arguments`.
     """
-    leaves = flat.measured_leaves()
+    leaves = flat.inexact_leaves()
     for bound, argument in zip((low, high), arguments, strict=True):
         if bound is not None and np.shape(bound):
-            _check_fit(bound, argument, flat)
+            _check_broadcastable(bound, argument, flat)
     # One bound for each dtype, not for each leaf: each operand of a compiled call takes time.
     dtypes = set(map(_canonical, {dtype_of(leaf) for leaf in leaves}))
-    highs = {str(dtype): _in_range(high, dtype) for dtype in dtypes}
-    lows = None if low is None else {str(dtype): _in_range(low, dtype) for dtype in dtypes}
-    return flat.rebuild(_clamped_by_dtype(leaves, lows, highs))
+    highs = {str(dtype): _clip_bound_to_dtype(high, dtype) for dtype in dtypes}
+    lows = (
+        None if low is None else {str(dtype): _clip_bound_to_dtype(low, dtype) for dtype in dtypes}
+    )
+    return flat.unflatten(_clamp_by_dtype(leaves, lows, highs))
 
 
-def checked_bound(bound: Any, argument: str) -> Any:
+def check_bound(bound: Any, argument: str) -> Any:
     """`bound`, checked to be a real number or an array of these."""
     if not is_real(bound):
         raise TypeError(
-            f"{argument} must be a number or an array, got {short(bound)} of type "
+            f"{argument} must be a number or an array, got {short_repr(bound)} of type "
             f"{type(bound).__name__}"
         )
     return bound
@@ -63,9 +65,9 @@ def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
         raise ValueError(f"{names[0]} must be at most {names[1]}, got {low!r} and {high!r}")
 
 
-def _check_fit(bound: ArrayLike, argument: str, flat: FlatTree) -> None:
-    for leaf, name in zip(flat.measured_leaves(), flat.names(), strict=True):
-        shape = np.shape(data_of(leaf))
+def _check_broadcastable(bound: ArrayLike, argument: str, flat: FlatTree) -> None:
+    for leaf, name in zip(flat.inexact_leaves(), flat.names(), strict=True):
+        shape = np.shape(get_stored_values(leaf))
         try:
             fits = np.broadcast_shapes(np.shape(bound), shape) == shape
         except ValueError:
@@ -77,7 +79,7 @@ def _check_fit(bound: ArrayLike, argument: str, flat: FlatTree) -> None:
             )
 
 
-def _in_range(bound: ArrayLike, dtype: Any) -> ArrayLike:
+def _clip_bound_to_dtype(bound: ArrayLike, dtype: Any) -> ArrayLike:
     """A bound that JAX can convert to a leaf's dtype without an error, a warning or wrapping."""
     if jnp.issubdtype(dtype, jnp.integer):
         return _integer_in_range(bound, dtype)
@@ -107,7 +109,7 @@ _canonical = jax.dtypes.canonicalize_dtype
 
 
 @global_view(out_like="leaves")
-def _clamped_by_dtype(
+def _clamp_by_dtype(
     leaves: list[Any], lows: dict[str, Any] | None, highs: dict[str, Any]
 ) -> list[Any]:
     """`clamp` for leaves with a bound for each dtype."""
@@ -119,44 +121,44 @@ def _clamped_by_dtype(
 
 def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
     """`clamp` for a leaf with its own bounds, which broadcast to its entries."""
-    x = jnp.asarray(data_of(leaf))
+    x = jnp.asarray(get_stored_values(leaf))
     if not is_sparse(leaf) or leaf.unique_indices:
-        return with_data(leaf, match_weak_type(_bounded(x, low, high), x))
+        return replace_values(leaf, match_weak_type(_clamp_array(x, low, high), x))
     is_exact = jnp.issubdtype(x.dtype, jnp.integer)
     sums, is_first = stored_as_entries(leaf, x.dtype if is_exact else accumulation_dtype(x.dtype))
-    entry = sums if is_exact else narrowed(sums, x.dtype)
-    bounded = _bounded(entry, low, high)
+    entry = sums if is_exact else saturating_cast(sums, x.dtype)
+    bounded = _clamp_array(entry, low, high)
     # The first summand of an entry beyond its bounds becomes the bound, and the others 0.
     changed = jnp.where(is_first, bounded, jnp.zeros_like(x))
-    is_kept = (bounded == entry) | ~not_padding(leaf)
-    return with_data(leaf, match_weak_type(jnp.where(is_kept, x, changed), x))
+    is_kept = (bounded == entry) | ~valid_mask(leaf)
+    return replace_values(leaf, match_weak_type(jnp.where(is_kept, x, changed), x))
 
 
 # A compiled function of its own, so that it is traced once for leaves that are alike.
 _clamped = jax.jit(clamp_leaf)
 
 
-def _bounded(x: Array, low: Array | None, high: Array) -> Array:
-    largest = _like(x, high)
+def _clamp_array(x: Array, low: Array | None, high: Array) -> Array:
+    largest = _cast_bound(x, high)
     if low is None:
         largest = lax.max(largest, jnp.zeros_like(largest))
     if jnp.iscomplexobj(x):
         return _bound_modulus(x, largest)
-    smallest = lax.neg(largest) if low is None else _like(x, low)
+    smallest = lax.neg(largest) if low is None else _cast_bound(x, low)
     # An entry at a bound keeps the derivative 1. If a bound is NaN, the entry becomes NaN.
     # Operators such as `x > largest` would be nested calls, which take longer to trace.
     y = lax.select(lax.bitwise_or(lax.gt(x, largest), lax.ne(largest, largest)), largest, x)
     return lax.select(lax.bitwise_or(lax.lt(y, smallest), lax.ne(smallest, smallest)), smallest, y)
 
 
-def _like(x: Array, bound: ArrayLike) -> Array:
+def _cast_bound(x: Array, bound: ArrayLike) -> Array:
     """A bound in the shape of an array and the dtype of its real part, and within its range."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.broadcast_to(bound, x.shape)
     bound, dtype = jnp.asarray(bound), jnp.finfo(x.dtype).dtype
     if not jnp.issubdtype(bound.dtype, jnp.floating):
         bound = bound.astype(accumulation_dtype(dtype))
-    return jnp.broadcast_to(narrowed(bound, dtype), x.shape)
+    return jnp.broadcast_to(saturating_cast(bound, dtype), x.shape)
 
 
 def _bound_modulus(z: Array, high: Array) -> Array:
@@ -165,15 +167,15 @@ def _bound_modulus(z: Array, high: Array) -> Array:
     is_infinite = jnp.isinf(z.real) | jnp.isinf(z.imag)
     # Entries are divided by a power of two near them: the modulus of a finite entry may overflow.
     top = jnp.maximum(jnp.abs(z.real), jnp.abs(z.imag))
-    unit = lax.stop_gradient(power_of_two_below(top))
+    unit = lax.stop_gradient(floor_pow2(top))
 
     def toward(part: Array) -> Array:
         return jnp.where(
-            is_infinite, jnp.where(jnp.isinf(part), jnp.sign(part), 0), over_power(part, unit)
+            is_infinite, jnp.where(jnp.isinf(part), jnp.sign(part), 0), divide_by_pow2(part, unit)
         )
 
     direction = lax.complex(toward(z.real), toward(z.imag))
     size = jnp.abs(jnp.where(direction == 0, 1, direction))
-    keep = (direction == 0) | ((size <= over_power(high, unit)) & ~is_infinite)
+    keep = (direction == 0) | ((size <= divide_by_pow2(high, unit)) & ~is_infinite)
     by = high / size
     return jnp.where(keep, z, lax.complex(direction.real * by, direction.imag * by))

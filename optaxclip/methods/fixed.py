@@ -1,6 +1,6 @@
-"""The methods whose limit the user gives, under the names that Optax and the papers use.
+"""The methods whose threshold the user gives, under the names that Optax and the papers use.
 
-Every limit may be a number, a scalar array of any dtype (traced or not) or a schedule.
+Every threshold may be a number, a scalar array of any dtype (traced or not) or a schedule.
 `optax.inject_hyperparams` works with all of them; its `static_args` must hold `axes`, `axis`, and
 arguments that are functions but not schedules (labels).
 """
@@ -12,15 +12,17 @@ from jax import Array
 
 import optaxclip.responses as responses
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import refuse_arrays
+from optaxclip._base.arguments import check_static
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._border.crossing import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import ClipOptions, NormOptions, takes
-from optaxclip.thresholds.fixed import LimitLike, ScalarOrSchedule, as_limit, relative
+from optaxclip._engine.options import ClipOptions, NormOptions, clip_factory
+from optaxclip.thresholds.fixed import ScalarOrSchedule, ThresholdLike, check_threshold, relative
 
 
-@takes(NormOptions, parts="clip_by(scopes.leaf(), 1.0)", once="ops.clip_by_norm(grads, 1.0)")
+@clip_factory(
+    NormOptions, equivalent="clip_by(scopes.leaf(), 1.0)", once="ops.clip_by_norm(grads, 1.0)"
+)
 def clip_by_norm(
     max_norm: ScalarOrSchedule,
     axes: int | Sequence[int] | None = None,
@@ -41,13 +43,17 @@ def clip_by_norm(
       >>> print(updates["w"], updates["b"], state.info.num_clipped)
       [-2.4  3.2] [1.] [0 1]
     """
-    refuse_arrays(axes, "axes")
+    check_static(axes, "axes")
     scope = scopes.leaf() if axes is None else scopes.axes(axes)
-    limit = as_limit(max_norm, "max_norm")
-    return clip_by(scope, limit, **options)
+    threshold = check_threshold(max_norm, "max_norm")
+    return clip_by(scope, threshold, **options)
 
 
-@takes(ClipOptions, parts="clip_by(scopes.tree(), 1.0)", once="ops.clip_by_global_norm(grads, 1.0)")
+@clip_factory(
+    ClipOptions,
+    equivalent="clip_by(scopes.tree(), 1.0)",
+    once="ops.clip_by_global_norm(grads, 1.0)",
+)
 def clip_by_global_norm(
     max_norm: ScalarOrSchedule, *, eps: float | None = None, **options: Unpack[ClipOptions]
 ) -> Transformation[ClipState]:
@@ -66,9 +72,9 @@ def clip_by_global_norm(
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, an unknown name, or an `eps`
+      ValueError: for a threshold that is negative, NaN or not a scalar, an unknown name, or an `eps`
         that is negative or not a Python number.
-      TypeError: if the limit is not a number.
+      TypeError: if the threshold is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -78,18 +84,18 @@ def clip_by_global_norm(
       >>> print(updates["w"], updates["b"], state.info.norm)
       [0.6 0. ] [0.8] 5.0
     """
-    limit = as_limit(max_norm, "max_norm")
+    threshold = check_threshold(max_norm, "max_norm")
     return clip_by(
         scopes.tree(),
-        limit,
+        threshold,
         response="clip" if eps is None else responses.clip_with_eps(eps),
         **options,
     )
 
 
-@takes(
+@clip_factory(
     NormOptions,
-    parts="clip_by(scopes.unit(), thresholds.relative_to_params(0.01))",
+    equivalent="clip_by(scopes.unit(), thresholds.relative_to_params(0.01))",
     once="clip_tree(grads, thresholds.relative_to_params(0.01), scope=scopes.unit(), "
     "params=params)",
 )
@@ -101,7 +107,7 @@ def adaptive_grad_clip(
 ) -> Transformation[ClipState]:
     """Clips each unit's gradient by the norm of the unit's weights: AGC.
 
-    A unit is all weights that lead into one output (see `optaxclip.scopes.unit`). Its limit is
+    A unit is all weights that lead into one output (see `optaxclip.scopes.unit`). Its threshold is
     `clipping * max(norm of the unit's weights, eps)`. The update needs `params`.
 
     The default for `axis` finds the units of `[in, out]` and `[height, width, in, out]`, as in
@@ -121,7 +127,7 @@ def adaptive_grad_clip(
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or an array with axes; when used, without
+      ValueError: for a threshold that is negative, NaN or an array with axes; when used, without
         `params`, or for a leaf of rank 6 or more without `axis`.
 
     Example:
@@ -133,19 +139,19 @@ def adaptive_grad_clip(
       [[3.e-02 6.e-06]
        [4.e-02 8.e-06]]
     """
-    refuse_arrays(axis, "axis")
-    limit = relative(clipping, eps, "clipping")
+    check_static(axis, "axis")
+    threshold = relative(clipping, eps, "clipping")
     scope = scopes.unit(axis)
-    return clip_by(scope, limit, **options)
+    return clip_by(scope, threshold, **options)
 
 
-@takes(
+@clip_factory(
     NormOptions,
-    parts="clip_by(scopes.group(labels), 1.0)",
+    equivalent="clip_by(scopes.group(labels), 1.0)",
     once="clip_tree(grads, 1.0, scope=scopes.group(labels))",
 )
 def clip_by_group_norm(
-    max_norm: LimitLike,
+    max_norm: ThresholdLike,
     labels: PyTree | Callable[[str, Array], str],
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
@@ -170,6 +176,6 @@ def clip_by_group_norm(
       >>> print(list(state.info.names), state.info.norm)
       ['bias', 'weight'] [0.05 5.  ]
     """
-    limit = as_limit(max_norm, "max_norm")
+    threshold = check_threshold(max_norm, "max_norm")
     scope = scopes.group(labels)
-    return clip_by(scope, limit, **options)
+    return clip_by(scope, threshold, **options)

@@ -36,15 +36,19 @@ class Heads:
 
     axis: int | Sequence[int]
     power: float | Sequence[tuple[int, float]] = 0.5
-    along: int = -1
+    head_dim_axis: int = -1
 
     def __post_init__(self) -> None:
         try:
-            axes, pairs, along = _axes(self.axis), _pairs(self.power), operator.index(self.along)
+            axes, pairs, along = (
+                _axes(self.axis),
+                _pairs(self.power),
+                operator.index(self.head_dim_axis),
+            )
         except (TypeError, ValueError):
             raise TypeError(
                 f"axis must be an int or a sequence of ints, power a number or pairs (entries, "
-                f"power), and along an int; got {self.axis!r}, {self.power!r} and {self.along!r}"
+                f"power), and along an int; got {self.axis!r}, {self.power!r} and {self.head_dim_axis!r}"
             ) from None
         if not all(count >= 1 and 0 <= power <= 1 for count, power in pairs):
             raise ValueError(f"power must be from 0 to 1, for 1 entry or more, got {self.power!r}")
@@ -55,7 +59,7 @@ class Heads:
             object.__setattr__(self, "power", pairs)
 
 
-class Place(NamedTuple):
+class HeadLayout(NamedTuple):
     """`Heads`, checked for one leaf.
 
     Attributes:
@@ -69,19 +73,23 @@ class Place(NamedTuple):
     rank: int
     axes: tuple[int, ...]
     along: int
-    pairs: tuple[tuple[int, float], ...]
+    segments: tuple[tuple[int, float], ...]
 
     @property
-    def is_split(self) -> bool:
+    def shares_axis(self) -> bool:
         """Whether one axis holds both the heads and their entries."""
         return self.along in self.axes
 
 
-def placed(heads: Heads, shape: tuple[int, ...], name: str) -> tuple[Place, tuple[int, ...]]:
+def resolve_heads(
+    heads: Heads, shape: tuple[int, ...], name: str
+) -> tuple[HeadLayout, tuple[int, ...]]:
     """The place of heads in a leaf of this shape, and the shape of its logits."""
     rank, axes, pairs = len(shape), _axes(heads.axis), _pairs(heads.power)
     is_divided = isinstance(heads.power, Sequence)
-    if any(not -rank <= axis < rank for axis in (*axes, heads.along)[: len(axes) + is_divided]):
+    if any(
+        not -rank <= axis < rank for axis in (*axes, heads.head_dim_axis)[: len(axes) + is_divided]
+    ):
         raise ValueError(f"{heads} has axes that leaf '{name}' of shape {shape} does not have")
     axes = tuple(axis % rank for axis in axes)
     if len(set(axes)) < len(axes):
@@ -90,8 +98,8 @@ def placed(heads: Heads, shape: tuple[int, ...], name: str) -> tuple[Place, tupl
     if not is_divided:
         others = [axis for axis in range(rank) if axis not in axes]
         # Any other axis serves as that of the entries; if there is none, a head has one entry.
-        return Place(rank, axes, (others or axes)[-1], pairs), tuple(sizes)
-    along, entries = heads.along % rank, sum(count for count, _ in pairs)
+        return HeadLayout(rank, axes, (others or axes)[-1], pairs), tuple(sizes)
+    along, entries = heads.head_dim_axis % rank, sum(count for count, _ in pairs)
     if along == axes[-1] and sizes[-1] % entries == 0:
         sizes[-1] //= entries
     elif along in axes or shape[along] != entries:
@@ -99,18 +107,18 @@ def placed(heads: Heads, shape: tuple[int, ...], name: str) -> tuple[Place, tupl
             f"{heads} divides heads of {entries} entries, which does not fit axis {along} of leaf "
             f"'{name}' of shape {shape}"
         )
-    return Place(rank, axes, along, pairs), tuple(sizes)
+    return HeadLayout(rank, axes, along, pairs), tuple(sizes)
 
 
-def multiplier(factor: Array, place: Place) -> Array:
+def multiplier(factor: Array, place: HeadLayout) -> Array:
     """The multiplier of a weight from the factors of its heads, broadcastable to the weight."""
     factor = jnp.transpose(factor, [int(i) for i in np.argsort(place.axes)])
     factor = lax.expand_dims(factor, [i for i in range(place.rank) if i not in place.axes])
-    counts, powers = zip(*place.pairs, strict=True)
+    counts, powers = zip(*place.segments, strict=True)
     powers = np.repeat(powers, counts)
     # If one axis holds both heads and entries, the entries get a temporary axis of their own.
-    at = place.along + place.is_split
-    split = lax.expand_dims(factor, [at]) if place.is_split else factor
+    at = place.along + place.shares_axis
+    split = lax.expand_dims(factor, [at]) if place.shares_axis else factor
     by = _power(split, powers.reshape([len(powers) if i == at else 1 for i in range(split.ndim)]))
     shape = [*factor.shape]
     shape[place.along] *= len(powers)

@@ -21,16 +21,16 @@ class NamedMoments(NamedTuple):
     names: list[str]
 
     @classmethod
-    def of(cls, tree: PyTree) -> "NamedMoments":
+    def create(cls, tree: PyTree) -> "NamedMoments":
         """The averages in the tree of a state."""
         flat = flatten(tree, "state")
         return cls(flat, flat.names())
 
-    def of_leaves(self, gradients: FlatTree, name: str) -> list[Array]:
+    def get(self, gradients: FlatTree, name: str) -> list[Array]:
         """The average of each leaf of the gradients."""
-        by_name = dict(zip(self.names, self.flat.measured_leaves(), strict=True))
+        by_name = dict(zip(self.names, self.flat.inexact_leaves(), strict=True))
         found = [by_name[path] for path in gradients.names()]
-        rows = zip(gradients.names(), gradients.measured_leaves(), found, strict=True)
+        rows = zip(gradients.names(), gradients.inexact_leaves(), found, strict=True)
         for path, leaf, average in rows:
             if np.shape(leaf) != np.shape(average):
                 raise ValueError(
@@ -39,16 +39,16 @@ class NamedMoments(NamedTuple):
                 )
         return found
 
-    def replaced(self, gradients: FlatTree, leaves: Sequence[Array]) -> PyTree:
+    def replace(self, gradients: FlatTree, leaves: Sequence[Array]) -> PyTree:
         """The tree with new averages for the leaves of the gradients; all others stay."""
         new = dict(zip(gradients.names(), leaves, strict=True))
-        rows = zip(self.names, self.flat.measured_leaves(), strict=True)
-        return self.flat.rebuild([new.get(name, old) for name, old in rows])
+        rows = zip(self.names, self.flat.inexact_leaves(), strict=True)
+        return self.flat.unflatten([new.get(name, old) for name, old in rows])
 
 
-def dense(flat: FlatTree, name: str) -> FlatTree:
+def check_dense(flat: FlatTree, name: str) -> FlatTree:
     """`flat`, checked to have no sparse leaf."""
-    for leaf, path in zip(flat.measured_leaves(), flat.names(), strict=True):
+    for leaf, path in zip(flat.inexact_leaves(), flat.names(), strict=True):
         if is_sparse(leaf):
             raise TypeError(
                 f"{name}: leaf '{path}' must be dense, but is a BCOO; pass leaf.todense()"
@@ -56,12 +56,12 @@ def dense(flat: FlatTree, name: str) -> FlatTree:
     return flat
 
 
-def zero_moments(flat: FlatTree, *, real: bool = False) -> PyTree:
+def zero_moments(flat: FlatTree, *, real_only: bool = False) -> PyTree:
     """Averages before the first step: zeros, and None in place of leaves that are not measured."""
     leaves: list[Any] = [None] * len(flat.leaves)
-    for i, leaf in zip(flat.measured, flat.measured_leaves(), strict=True):
-        dtype = wide_dtype(jnp.result_type(leaf), real=real)
-        leaves[i] = jnp.zeros_like(devices.on_device(leaf), dtype=dtype)
+    for i, leaf in zip(flat.inexact_indices, flat.inexact_leaves(), strict=True):
+        dtype = wide_dtype(jnp.result_type(leaf), real=real_only)
+        leaves[i] = jnp.zeros_like(devices.template_on_device(leaf), dtype=dtype)
     return jax.tree_util.tree_unflatten(flat.treedef, leaves)
 
 

@@ -10,19 +10,22 @@ import optaxclip.thresholds as thresholds
 from optaxclip._base.types import ArrayLike, ClipState, PyTree
 from optaxclip._border.crossing import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import NormOptions, ScaleOptions, takes
-from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.base import FLOOR
-from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
+from optaxclip._engine.options import NormOptions, RescaleOptions, clip_factory
+from optaxclip.methods.updates import leaf_scope
+from optaxclip.thresholds.base import DEFAULT_FLOOR
+from optaxclip.thresholds.fixed import ScalarOrSchedule, check_threshold
 
 
-@takes(
-    ScaleOptions,
-    parts='clip_by(scopes.tree(), 1.0, response="normalize")',
+@clip_factory(
+    RescaleOptions,
+    equivalent='clip_by(scopes.tree(), 1.0, response="normalize")',
     once='clip_tree(grads, 1.0, scope=scopes.tree(), response="normalize")',
 )
 def normalize_by_global_norm(
-    norm: ScalarOrSchedule = 1.0, *, known_norm: str | None = None, **options: Unpack[ScaleOptions]
+    norm: ScalarOrSchedule = 1.0,
+    *,
+    known_norm: str | None = None,
+    **options: Unpack[RescaleOptions],
 ) -> Transformation[ClipState]:
     """Scales the whole tree so that its L2 norm becomes `norm`; a tree of zeros stays zeros.
 
@@ -30,7 +33,7 @@ def normalize_by_global_norm(
       norm: the norm of every update.
       known_norm: the name of an extra argument of the update that holds the norm of the incoming
         tree, as in `optaxclip.clip_by`.
-      **options: those that all transformations share, `optaxclip.ScaleOptions`.
+      **options: those that all transformations share, `optaxclip.RescaleOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -38,12 +41,13 @@ def normalize_by_global_norm(
       >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
       [6. 8.]
     """
-    limit = as_limit(norm, "norm")
-    return clip_by(scopes.tree(), limit, response="normalize", known_norm=known_norm, **options)
+    threshold = check_threshold(norm, "norm")
+    return clip_by(scopes.tree(), threshold, response="normalize", known_norm=known_norm, **options)
 
 
-@takes(
-    NormOptions, parts='clip_by(scopes.leaf(), thresholds.mean_over_rms(), response="normalize")'
+@clip_factory(
+    NormOptions,
+    equivalent='clip_by(scopes.leaf(), thresholds.mean_over_rms(), response="normalize")',
 )
 def normalize_by_norm_history(
     *,
@@ -51,12 +55,12 @@ def normalize_by_norm_history(
     square_decay: ArrayLike = 0.9,
     eps: ArrayLike = 1e-8,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
-    floor: float = FLOOR,
+    floor: float = DEFAULT_FLOOR,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
     """Brings each leaf's L2 norm to the mean of its norms so far over their root mean square.
 
-    Both means are moving averages, and the norm of the step counts in them. There is no limit to
+    Both means are moving averages, and the norm of the step counts in them. There is no threshold to
     choose: the new norm is about 1, and smaller after a jump of the norm. The scale of the gradient
     is lost, so use it with optimizers whose updates do not depend on that scale: Adam, Lion, Muon.
     For other groups than leaves use, for example,
@@ -86,7 +90,7 @@ def normalize_by_norm_history(
       [0.92795]
     """
     return clip_by(
-        leaves_apart(stacked),
+        leaf_scope(stacked),
         thresholds.mean_over_rms(mean_decay, square_decay, eps, floor=floor),
         response="normalize",
         **options,

@@ -1,6 +1,6 @@
 """Clips the singular values of a matrix by matrix products alone.
 
-Let `X` have the singular values `s`, and let `c` be the limit. Then `[X, c I]` has the singular
+Let `X` have the singular values `s`, and let `c` be the threshold. Then `[X, c I]` has the singular
 values `sqrt(s**2 + c**2)`, none of them below `c`. Newton-Schulz iterations turn it into `[W, C]`,
 whose rows are orthogonal to each other and of length 1. `W` and `C` have the singular vectors of
 `X`; the singular values of `W` are the sines `s / sqrt(s**2 + c**2)`, those of `C` the cosines
@@ -8,7 +8,7 @@ whose rows are orthogonal to each other and of length 1. `W` and `C` have the si
 `W` divided by the larger of the two is the hard clip: `min(s, c) / c = sine / max(sine, cosine)`,
 where `max**2 = (1 + |sine**2 - cosine**2|) / 2`.
 
-If singular values are 1e4 times the limit, the eigenvalues of `I + X X' / c**2` span a wider range
+If singular values are 1e4 times the threshold, the eigenvalues of `I + X X' / c**2` span a wider range
 than float32 has digits for. The method still works in float32, because it neither inverts such a
 matrix nor takes its root.
 """
@@ -21,18 +21,18 @@ import numpy as np
 from jax import Array, lax
 
 from optaxclip._base.numerics import (
-    fixed_size,
-    over_power,
-    power_of_two_below,
-    safe_divide,
+    divide_by_pow2,
+    divide_no_nan,
+    floor_pow2,
     safe_sqrt,
+    static_size_or_none,
 )
 from optaxclip.responses import Response, clip, smooth
 
 Mode = Literal["soft", "hard"]
 
 
-class Prepared(NamedTuple):
+class GramForm(NamedTuple):
     """A matrix, transposed if it is tall, and scaled so that products neither overflow nor vanish.
 
     Attributes:
@@ -46,39 +46,39 @@ class Prepared(NamedTuple):
     unit: Array
 
     @classmethod
-    def of(cls, x: Array) -> "Prepared":
+    def create(cls, x: Array) -> "GramForm":
         """Prepares a finite matrix `[rows, columns]`, float32 or wider."""
         top = jnp.max(jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)), initial=0)
-        unit = lax.stop_gradient(power_of_two_below(top))
-        rows = over_power(x.T if _is_tall(x) else x, unit)
+        unit = lax.stop_gradient(floor_pow2(top))
+        rows = divide_by_pow2(x.T if _is_tall(x) else x, unit)
         return cls(rows, _matrix_product(rows, rows.T.conj()), unit)
 
 
-def largest(prepared: Prepared) -> Array:
+def estimate_largest(prepared: GramForm) -> Array:
     """An estimate of the largest singular value, `[]`, from the Gram matrix.
 
     It is never above the true value, and exact for one row. Of random matrices 95 in 100 are at
     most 3 % below it, one in a thousand is an eighth.
     """
-    if fixed_size(prepared.gram.shape[0]) == 1:
+    if static_size_or_none(prepared.gram.shape[0]) == 1:
         return prepared.unit * safe_sqrt(prepared.gram[0, 0].real)
-    return prepared.unit * safe_sqrt(_largest_eigenvalue(prepared.gram))
+    return prepared.unit * safe_sqrt(_estimate_largest_eigenvalue(prepared.gram))
 
 
-def clipped_matrix(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
+def clip_matrix(x: Array, threshold: Array, *, mode: Mode, iterations: int) -> Array:
     """A finite matrix `[rows, columns]` with its singular values clipped; float32 or wider.
 
-    With the mode "soft", `s` becomes `s / sqrt(1 + (s / limit)**2)`, with "hard", `min(s, limit)`.
+    With the mode "soft", `s` becomes `s / sqrt(1 + (s / threshold)**2)`, with "hard", `min(s, threshold)`.
     Each of the iterations takes two steps on one Gram matrix.
     """
-    prepared = Prepared.of(x)
-    is_open = jnp.isinf(limit)
-    limit = jnp.where(is_open, 1, limit)
-    if fixed_size(prepared.gram.shape[0]) == 1:
-        row, is_kept = _clipped_row(prepared, limit, mode)
+    prepared = GramForm.create(x)
+    is_open = jnp.isinf(threshold)
+    threshold = jnp.where(is_open, 1, threshold)
+    if static_size_or_none(prepared.gram.shape[0]) == 1:
+        row, is_kept = _clip_row(prepared, threshold, mode)
         return jnp.where(is_open | is_kept, x, row.T if _is_tall(x) else row)
-    top, scaled = _largest_at_most(prepared.gram), over_power(limit, prepared.unit)
-    # The iterations cannot reach a smaller limit; a larger one changes no digit.
+    top, scaled = _bound_largest(prepared.gram), divide_by_pow2(threshold, prepared.unit)
+    # The iterations cannot reach a smaller threshold; a larger one changes no digit.
     c = jnp.clip(scaled, 1e-7 * (1 + top), 1e6 * (1 + top))
     bound = lax.stop_gradient(1.001 * jnp.sqrt(jnp.square(top) + jnp.square(c)))
     eye = jnp.eye(prepared.gram.shape[0], dtype=prepared.gram.dtype)
@@ -90,11 +90,11 @@ def clipped_matrix(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Ar
         signed = _matrix_product(sines, sines.T.conj()) - _matrix_product(cosines, cosines.T.conj())
         (signs,) = _orthogonal((signed,), jnp.full_like(c, _LOWEST_SIGN), _SIGN_ITERATIONS)
         sines = _matrix_product(_root_of_larger(_matrix_product(signed, signs), eye), sines)
-        # For each singular value the sign matrix has an eigenvalue: 1 if it is above the limit, -1
-        # if it is below, and a number near 0 if it is at the limit.
-        keep |= _largest_eigenvalue(eye + signs) < _MOST_SIGN
-    # In the units of `prepared` a limit may underflow.
-    result = jnp.minimum(limit, c * prepared.unit).astype(sines.dtype) * sines
+        # For each singular value the sign matrix has an eigenvalue: 1 if it is above the threshold, -1
+        # if it is below, and a number near 0 if it is at the threshold.
+        keep |= _estimate_largest_eigenvalue(eye + signs) < _MOST_SIGN
+    # In the units of `prepared` a threshold may underflow.
+    result = jnp.minimum(threshold, c * prepared.unit).astype(sines.dtype) * sines
     return jnp.where(keep, x, result.T if _is_tall(x) else result)
 
 
@@ -102,10 +102,10 @@ _POWERS = 20
 """How many power iterations to take."""
 
 _LOWEST_SIGN, _SIGN_ITERATIONS = 1e-3, 5
-"""A singular value within this share of the limit ends between its old value and the limit."""
+"""A singular value within this share of the threshold ends between its old value and the threshold."""
 
 _MOST_SIGN = 1.02
-"""If no eigenvalue of `eye + signs` reaches this, no singular value clearly exceeds the limit."""
+"""If no eigenvalue of `eye + signs` reaches this, no singular value clearly exceeds the threshold."""
 
 _MOST = 0.99 * 3**0.5
 """The largest scale of a step; with 3**0.5 rounding could change the sign of a singular value 1."""
@@ -119,19 +119,19 @@ RESPONSES: dict[str, Response] = {"soft": smooth, "hard": clip}
 
 
 def _is_tall(x: Array) -> bool:
-    rows, columns = (fixed_size(size) for size in x.shape)
+    rows, columns = (static_size_or_none(size) for size in x.shape)
     return rows is not None and columns is not None and rows > columns
 
 
-def _clipped_row(prepared: Prepared, limit: Array, mode: Mode) -> tuple[Array, Array]:
+def _clip_row(prepared: GramForm, threshold: Array, mode: Mode) -> tuple[Array, Array]:
     """A clipped matrix of one row, whose singular value is its length, and whether it stays."""
     rows, gram, unit = prepared
-    length, scaled = safe_sqrt(gram[0, 0].real), over_power(limit, unit)
-    # A smaller limit, which may underflow, changes no digit of a row of length 1.
+    length, scaled = safe_sqrt(gram[0, 0].real), divide_by_pow2(threshold, unit)
+    # A smaller threshold, which may underflow, changes no digit of a row of length 1.
     c = jnp.maximum(scaled, 1e-9 * length)
     new = RESPONSES[mode](length, c, c)
-    unit = jnp.where(c == scaled, unit, limit / jnp.where(c > 0, c, 1))
-    row = rows * safe_divide(new, length, 1).astype(rows.dtype) * unit.astype(rows.dtype)
+    unit = jnp.where(c == scaled, unit, threshold / jnp.where(c > 0, c, 1))
+    row = rows * divide_no_nan(new, length, 1).astype(rows.dtype) * unit.astype(rows.dtype)
     return row, new == length
 
 
@@ -181,7 +181,7 @@ def _root_of_larger(absolute: Array, eye: Array) -> Array:
     return root
 
 
-def _largest_at_most(gram: Array) -> Array:
+def _bound_largest(gram: Array) -> Array:
     """An upper bound of the largest singular value."""
     gram = lax.stop_gradient(gram)
     sums = jnp.max(jnp.sum(jnp.abs(gram), 1), initial=0)
@@ -192,11 +192,11 @@ def _squares(x: Array) -> Array:
     return jnp.sum(jnp.square(x.real) + jnp.square(x.imag))
 
 
-def _largest_eigenvalue(matrix: Array) -> Array:
+def _estimate_largest_eigenvalue(matrix: Array) -> Array:
     """An estimate from below, by power iteration, for a matrix without negative eigenvalues."""
     fixed = lax.stop_gradient(matrix)
 
-    def turned(vector: Array) -> Array:
+    def power_step(vector: Array) -> Array:
         vector = _matrix_product(fixed, vector)
         length = safe_sqrt(_squares(vector))
         return vector / jnp.where(length > 0, length, 1).astype(vector.dtype)
@@ -206,8 +206,8 @@ def _largest_eigenvalue(matrix: Array) -> Array:
     lengths = jnp.diagonal(fixed).real
     longest = (lengths == jnp.max(lengths, initial=0)).astype(matrix.dtype)
     squares = jnp.square(jnp.arange(matrix.shape[0])).astype(lengths.dtype)
-    start = turned(longest) + turned(jnp.cos(squares).astype(matrix.dtype))
-    end = lax.fori_loop(0, _POWERS, lambda _, vector: turned(vector), start)
+    start = power_step(longest) + power_step(jnp.cos(squares).astype(matrix.dtype))
+    end = lax.fori_loop(0, _POWERS, lambda _, vector: power_step(vector), start)
     return safe_sqrt(_squares(_matrix_product(matrix, end)))
 
 

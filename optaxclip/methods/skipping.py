@@ -1,4 +1,4 @@
-"""Skips a step: judges its norm by a limit, and selects the old state if the norm is above."""
+"""Skips a step: judges its norm by a threshold, and selects the old state if the norm is above."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -9,32 +9,38 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_count, short, warn
+from optaxclip._base.arguments import check_int_or_scalar, short_repr, warn
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.states import Names, check_state, increased, own_arrays, registered_state
+from optaxclip._base.states import (
+    StaticNames,
+    check_state,
+    copy_arrays,
+    register_state,
+    safe_increment,
+)
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import ClipInfo, PyTree, Threshold
+from optaxclip._base.types import ClipInfo, PyTree, ThresholdRule
 from optaxclip._border.crossing import Transformation, transformation
-from optaxclip._engine.clip import known_norm
+from optaxclip._engine.clip import get_known_norm
 from optaxclip._engine.options import Options
-from optaxclip._engine.plan import plan_of
+from optaxclip._engine.plan import make_plan
 from optaxclip._engine.record import initial_info
-from optaxclip._engine.step import norms_of
-from optaxclip.methods.judging import judged, kept_where, zero_where
+from optaxclip._engine.step import compute_norms
+from optaxclip.methods.judging import evaluate_rule, tree_where, tree_zero_where
 from optaxclip.scopes import Scope
-from optaxclip.thresholds.calling import params_for
-from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
-from optaxclip.thresholds.losses import loss_among
+from optaxclip.thresholds.calling import params_if_needed
+from optaxclip.thresholds.fixed import ThresholdLike, check_threshold, resolve_rule
+from optaxclip.thresholds.losses import loss_from_extra_args
 
-Of = Literal["gradients", "updates"]
+CheckedTree = Literal["gradients", "updates"]
 
 
-@registered_state
+@register_state
 class LossState(NamedTuple):
-    """State of the limit that a skip has for the loss.
+    """State of the threshold that a skip has for the loss.
 
     Attributes:
-      rule: the limit rule's state.
+      rule: the threshold rule's state.
       info: a `ClipInfo` whose `norm` is the loss.
     """
 
@@ -42,22 +48,22 @@ class LossState(NamedTuple):
     info: ClipInfo
 
 
-@registered_state
+@register_state
 class SkipState(NamedTuple):
     """State of a wrapper that skips steps.
 
     Attributes:
-      rule: the limit rule's state.
+      rule: the threshold rule's state.
       info: the record of the last step; `factor` is 0 if it was skipped. `num_clipped` counts norms
-        above the limit, `num_nonfinite` those that were not finite.
+        above the threshold, `num_nonfinite` those that were not finite.
       num_skipped: int32[], how many steps were skipped, for any reason.
       consecutive: int32[], how many steps in a row, up to the latest, were skipped.
       leaves: the leaves' names in order; part of the structure, not arrays. A leaf that was None
         at `init` is added at the first step that has it.
       blamed: bool[leaves], which leaves caused the latest skip: those that were not finite; if all
-        were finite, those whose own norm was above the limit; if none was, the one with the largest
+        were finite, those whose own norm was above the threshold; if none was, the one with the largest
         norm. No leaf is blamed if the loss alone was the cause, or if the caller gave the norm.
-      loss: a `LossState`, or `()` if there is no limit for the loss.
+      loss: a `LossState`, or `()` if there is no threshold for the loss.
       inner_state: the wrapped optimizer's state.
     """
 
@@ -65,8 +71,8 @@ class SkipState(NamedTuple):
     info: ClipInfo
     num_skipped: Array
     consecutive: Array
-    leaves: Names
-    blamed: Array
+    leaves: StaticNames
+    is_bad_leaf: Array
     loss: LossState | tuple[()]
     inner_state: PyTree
 
@@ -77,43 +83,47 @@ _WRAP_STATE = (
 )
 
 
-def skipping(
+def skip_wrapper(
     inner: optax.GradientTransformation,
-    limit: LimitLike,
+    threshold: ThresholdLike,
     max_consecutive: int | None,
     *,
-    loss_limit: Threshold | None = None,
+    loss_threshold: ThresholdRule | None = None,
     options: Options,
-    of: Of = "gradients",
-    gives_up: bool = False,
+    check: CheckedTree = "gradients",
+    accept_nonfinite_at_limit: bool = False,
 ) -> Transformation[SkipState]:
-    """A wrapper that skips steps with a norm, or a loss, above its limit.
+    """A wrapper that skips steps with a norm, or a loss, above its threshold.
 
     After `max_consecutive` skipped steps in a row the next is taken. With `gives_up` that may even
     be a step that is not finite, and so are all others until one is finite.
     """
-    inner, limit, name = as_inner(inner), as_limit(limit, "limit"), options.name
+    inner, threshold, name = (
+        check_inner(inner),
+        check_threshold(threshold, "threshold"),
+        options.name,
+    )
     if max_consecutive is not None:
-        max_consecutive = checked_count(max_consecutive, "max_consecutive")
+        max_consecutive = check_int_or_scalar(max_consecutive, "max_consecutive")
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
         # JAX 0.10.2 cannot make zeros like an array in another memory in eager mode.
-        inner_state = inner.init(devices.to_device(params))
+        inner_state = inner.init(devices.put_on_device(params))
         _warn_if_all_are_clips(inner_state, name)
-        if of == "updates":
+        if check == "updates":
             _refuse_accumulators(inner_state, name)
-        leaves = Names(tuple(sorted(flat.names())))
+        leaves = StaticNames(tuple(sorted(flat.names())))
         info = initial_info(name, scopes.tree()(flat))
-        rule = rule_for(limit, [("tree", ())])
+        rule = resolve_rule(threshold, [("tree", ())])
         return SkipState(
-            rule=own_arrays(rule.init(jnp.zeros(()))),
+            rule=copy_arrays(rule.init(jnp.zeros(()))),
             info=info,
             num_skipped=jnp.zeros((), jnp.int32),
             consecutive=jnp.zeros((), jnp.int32),
             leaves=leaves,
-            blamed=jnp.zeros(len(leaves), bool),
-            loss=() if loss_limit is None else _initial_loss(loss_limit, name),
+            is_bad_leaf=jnp.zeros(len(leaves), bool),
+            loss=() if loss_threshold is None else _initial_loss(loss_threshold, name),
             inner_state=inner_state,
         )
 
@@ -121,55 +131,59 @@ def skipping(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
         check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
-        norm = known_norm(options, extra_args, "scalar")
+        norm = get_known_norm(options, extra_args, "scalar")
         # Checked before the optimizer, whose own errors would not name the updates.
-        incoming = flatten(updates, "updates").named_like(state.leaves)
+        incoming = flatten(updates, "updates").match_name_style(state.leaves)
         # The optimizer runs at every step, and its results may be dropped after it: so the norms
         # that it takes of the updates share a read with these.
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         flat = incoming
-        if of == "updates":
-            flat = flatten(new_updates, "updates").named_like(state.leaves)
-        names, leaf_norms = Names(), jnp.zeros(0)
+        if check == "updates":
+            flat = flatten(new_updates, "updates").match_name_style(state.leaves)
+        names, leaf_norms = StaticNames(), jnp.zeros(0)
         if norm is None:
             # The two norms take one read, because the compiler sums each leaf once.
-            _, norm = _norms(flat, scopes.tree(), options)
-            names, leaf_norms = _norms(flat, scopes.leaf(), options)
+            _, norm = _compute_norms(flat, scopes.tree(), options)
+            names, leaf_norms = _compute_norms(flat, scopes.leaf(), options)
             leaf_norms = lax.stop_gradient(leaf_norms)
-        if of == "updates":
+        if check == "updates":
             # An optimizer such as Lion may make finite updates of an infinite gradient, which its
             # state then keeps.
-            incoming_names, incoming_norms = _norms(incoming, scopes.leaf(), options)
+            incoming_names, incoming_norms = _compute_norms(incoming, scopes.leaf(), options)
             is_finite = jnp.isfinite(incoming_norms)
             norm = jnp.where(jnp.all(is_finite), norm, jnp.nan)
-            leaf_norms = jnp.where(_among(names, incoming_names, ~is_finite), jnp.nan, leaf_norms)
-        rule, param_norm = rule_for(limit, [("tree", ())]), None
-        params = params_for(rule, params, name)
+            leaf_norms = jnp.where(
+                _reindex_flags(names, incoming_names, ~is_finite), jnp.nan, leaf_norms
+            )
+        rule, param_norm = resolve_rule(threshold, [("tree", ())]), None
+        params = params_if_needed(rule, params, name)
         if params is not None:
-            _, param_norm = _norms(flatten(params, "params"), scopes.tree(), options)
-        of_norm = judged(rule, state.rule, norm, name, param_norm)
-        is_bad, is_out, of_loss = of_norm.is_bad, of_norm.is_out, None
-        if loss_limit is not None:
-            loss = loss_among(extra_args, name, options.axis_names)
-            of_loss = judged(loss_limit, state.loss.rule, loss, name, any_sign=True)
-            is_bad, is_out = is_bad | of_loss.is_bad, is_out | of_loss.is_out
+            _, param_norm = _compute_norms(flatten(params, "params"), scopes.tree(), options)
+        of_norm = evaluate_rule(rule, state.rule, norm, name, param_norm)
+        is_bad, is_out, of_loss = of_norm.is_bad, of_norm.should_skip, None
+        if loss_threshold is not None:
+            loss = loss_from_extra_args(extra_args, name, options.axis_names)
+            of_loss = evaluate_rule(loss_threshold, state.loss.rule, loss, name, any_sign=True)
+            is_bad, is_out = is_bad | of_loss.is_bad, is_out | of_loss.should_skip
         skip = is_out
         if max_consecutive is not None:
             is_over = state.consecutive >= max_consecutive
-            skip = is_out & ~(is_over & (~is_bad | gives_up))
+            skip = is_out & ~(is_over & (~is_bad | accept_nonfinite_at_limit))
         loss_state = state.loss
         if of_loss is not None:
-            loss_state = LossState(of_loss.rule_state, of_loss.recorded(state.loss.info, skip))
-        leaves, blamed = _blamed(state, names, of_norm.blamed(leaf_norms), skip)
-        return zero_where(skip, new_updates), SkipState(
+            loss_state = LossState(of_loss.rule_state, of_loss.update_info(state.loss.info, skip))
+        leaves, blamed = _update_bad_leaves(state, names, of_norm.find_offending(leaf_norms), skip)
+        return tree_zero_where(skip, new_updates), SkipState(
             rule=of_norm.rule_state,
-            info=of_norm.recorded(state.info, skip),
-            num_skipped=increased(state.num_skipped, skip),
-            consecutive=jnp.where(is_out if gives_up else skip, increased(state.consecutive), 0),
+            info=of_norm.update_info(state.info, skip),
+            num_skipped=safe_increment(state.num_skipped, skip),
+            consecutive=jnp.where(
+                is_out if accept_nonfinite_at_limit else skip, safe_increment(state.consecutive), 0
+            ),
             leaves=leaves,
-            blamed=blamed,
+            is_bad_leaf=blamed,
             loss=loss_state,
-            inner_state=after_skip(kept_where(skip, state.inner_state, inner_state), skip),
+            inner_state=after_skip(tree_where(skip, state.inner_state, inner_state), skip),
         )
 
     return transformation(init, update)
@@ -210,7 +224,7 @@ def _refuse_accumulators(inner_state: PyTree, name: str) -> None:
     for node in jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, kinds)):
         if isinstance(node, kinds):
             raise ValueError(
-                f"{name}: inner must not sum over several steps with of='updates', got a "
+                f"{name}: inner must not sum over several steps with check='updates', got a "
                 f"{type(node).__name__} in its state, in which a spike would remain; use "
                 f"{orders[type(node)]}"
             )
@@ -232,39 +246,41 @@ def after_skip(inner_state: PyTree, skip: Array) -> PyTree:
     return jax.tree.map(counted, inner_state, is_leaf=counts)
 
 
-def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
+def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
     """`inner`, checked to be a transformation, as one that takes extra arguments."""
     is_transformation = hasattr(inner, "init") and hasattr(inner, "update")
-    if not is_transformation or isinstance(inner, Threshold):
+    if not is_transformation or isinstance(inner, ThresholdRule):
         raise TypeError(
             "inner must be an Optax transformation such as optax.adam(1e-3), and is the first "
-            f"argument; got {short(inner)}"
+            f"argument; got {short_repr(inner)}"
         )
     return optax.with_extra_args_support(inner)
 
 
-def _norms(flat: FlatTree, scope: Scope, options: Options) -> tuple[Names, Array]:
+def _compute_norms(flat: FlatTree, scope: Scope, options: Options) -> tuple[StaticNames, Array]:
     """The names of a tree's groups, and their norms."""
-    plan = plan_of(flat, scope, options)
-    return plan.grouping.names, norms_of(flat, plan, options.norm)
+    plan = make_plan(flat, scope, options)
+    return plan.grouping.names, compute_norms(flat, plan, options.norm)
 
 
-def _blamed(state: SkipState, names: Names, flags: Array, skip: Array) -> tuple[Names, Array]:
+def _update_bad_leaves(
+    state: SkipState, names: StaticNames, flags: Array, skip: Array
+) -> tuple[StaticNames, Array]:
     """The leaves of a state after a step, and which of them caused the latest skip.
 
     `flags` say which of this step's leaves, `names`, cause a skip if there is one.
     """
     # A state that has lost its names, for example by `optax.tree_map_params`, gets them back.
-    lost = not state.leaves and len(names) == len(state.blamed)
-    known, before = names if lost else state.leaves, state.blamed
+    lost = not state.leaves and len(names) == len(state.is_bad_leaf)
+    known, before = names if lost else state.leaves, state.is_bad_leaf
     # A leaf that was None at `init` gets its name at the first step that has it.
     if len(known) == len(before) and not set(names) <= set(known):
-        longer = Names(tuple(sorted({*known, *names})))
-        known, before = longer, _among(longer, known, before)
-    return known, jnp.where(skip, _among(known, names, flags), before) if known else before
+        longer = StaticNames(tuple(sorted({*known, *names})))
+        known, before = longer, _reindex_flags(longer, known, before)
+    return known, jnp.where(skip, _reindex_flags(known, names, flags), before) if known else before
 
 
-def _among(all_leaves: Names, names: Names, flags: Array) -> Array:
+def _reindex_flags(all_leaves: StaticNames, names: StaticNames, flags: Array) -> Array:
     """Flags for all leaves of a state, False for those that this step's tree lacks."""
     if tuple(all_leaves) == tuple(names):
         return flags
@@ -273,7 +289,7 @@ def _among(all_leaves: Names, names: Names, flags: Array) -> Array:
     return devices.stack(column)
 
 
-def _initial_loss(rule: Threshold, name: str) -> LossState:
+def _initial_loss(rule: ThresholdRule, name: str) -> LossState:
     grouping = Grouping((Group(("loss",), ()),), (), "scalar")
     info = initial_info(name, grouping)
-    return LossState(own_arrays(rule.init(jnp.zeros(()))), info)
+    return LossState(copy_arrays(rule.init(jnp.zeros(()))), info)

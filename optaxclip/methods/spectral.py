@@ -11,36 +11,42 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import checked_choice, checked_int
-from optaxclip._base.numerics import accumulation_dtype, fixed_size, match_weak_type
+from optaxclip._base.arguments import check_choice, check_int
+from optaxclip._base.numerics import accumulation_dtype, match_weak_type, static_size_or_none
 from optaxclip._base.trees import is_sparse
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._border.crossing import Transformation
-from optaxclip._engine.clip import stage
-from optaxclip._engine.measure import Measured
-from optaxclip._engine.options import Options, StageOptions, takes
+from optaxclip._engine.clip import make_clip
+from optaxclip._engine.measure import ScaledNorms
+from optaxclip._engine.options import Options, TransformOptions, clip_factory
 from optaxclip._engine.plan import Plan
 from optaxclip._engine.respond import Multiplier
-from optaxclip._engine.step import Technique
+from optaxclip._engine.step import ClipMethod
 from optaxclip.methods.moments import wide_dtype
-from optaxclip.methods.singular_values import RESPONSES, Mode, Prepared, clipped_matrix, largest
-from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.fixed import LimitLike, as_limit
+from optaxclip.methods.singular_values import (
+    RESPONSES,
+    GramForm,
+    Mode,
+    clip_matrix,
+    estimate_largest,
+)
+from optaxclip.methods.updates import leaf_scope
+from optaxclip.thresholds.fixed import ThresholdLike, check_threshold
 
 
-@takes(StageOptions)
+@clip_factory(TransformOptions)
 def clip_by_spectral_norm(
-    limit: LimitLike,
+    threshold: ThresholdLike,
     mode: Mode = "soft",
     *,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
     iterations: int = 10,
-    **options: Unpack[StageOptions],
+    **options: Unpack[TransformOptions],
 ) -> Transformation[ClipState]:
     """Clips the singular values of each matrix, in gradients or in an optimizer's updates.
 
     The singular vectors stay. With "soft" a singular value `s` becomes `s / sqrt(1 + (s / c)**2)`
-    for the limit `c`, which is always below `c`; with "hard" it becomes `min(s, c)`. With "hard", a
+    for the threshold `c`, which is always below `c`; with "hard" it becomes `min(s, c)`. With "hard", a
     matrix without singular values above `c` comes back bit for bit, and so may one whose largest is
     above `c` by less than the error below. Vectors and scalars are clipped by their L2 norm in the
     same way. A leaf with more than two axes counts as a matrix `[all but the last, last]`, which
@@ -60,11 +66,11 @@ def clip_by_spectral_norm(
     times as long, and with 5 iterations as long as with Muon (`benchmarks/spectral.py`).
 
     Source: SPECTRA, 2026, arXiv 2603.14315 (mlolab/llm-spectral-clipping); for the hard form
-    NVIDIA-NeMo/Emerging-Optimizers; for limits that follow each layer, by a moving average or a
+    NVIDIA-NeMo/Emerging-Optimizers; for thresholds that follow each layer, by a moving average or a
     quantile, arXiv 2605.11838.
 
     Args:
-      limit: the largest singular value that may stay: a number, a schedule, a rule from
+      threshold: the largest singular value that may stay: a number, a schedule, a rule from
         `optaxclip.thresholds`, which learns from the largest singular value of each matrix, or a
         dict from the name of each matrix to one of these.
       mode: "soft" or "hard".
@@ -72,7 +78,7 @@ def clip_by_spectral_norm(
         `optaxclip.scopes.leaf`; with None no axis does.
       iterations: how many Newton-Schulz iterations to make; 10 are enough for singular values of
         1e4 times `c`, 5 for those of 100 times `c`. Static, also in `optax.inject_hyperparams`.
-      **options: those that all transformations share, `optaxclip.StageOptions`.
+      **options: those that all transformations share, `optaxclip.TransformOptions`.
 
     Returns:
       A transformation with a `ClipState`. In its record, `norm` is the largest singular value as it
@@ -81,9 +87,9 @@ def clip_by_spectral_norm(
       weak types of the gradients. Under `jit` leaves may be split over devices.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, an unknown mode or policy, or
+      ValueError: for a threshold that is negative, NaN or not a scalar, an unknown mode or policy, or
         `iterations` below 1; when used, for leaves that are split inside of `shard_map` or `pmap`.
-      TypeError: if the limit is not a number; when used, if a leaf is sparse.
+      TypeError: if the threshold is not a number; when used, if a leaf is sparse.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -99,14 +105,16 @@ def clip_by_spectral_norm(
       [0.948683, 0.0, 0.0]
       [0.0, 0.784465, 0.588348]
     """
-    mode = checked_choice(mode, get_args(Mode), "mode")
-    limit, scope = as_limit(limit, "limit"), leaves_apart(stacked)
-    technique = _SingularValues(mode, checked_int(iterations, 1, "iterations"))
-    return stage(scope, limit, Options.checked(response=RESPONSES[mode], **options), technique)
+    mode = check_choice(mode, get_args(Mode), "mode")
+    threshold, scope = check_threshold(threshold, "threshold"), leaf_scope(stacked)
+    technique = _SingularValues(mode, check_int(iterations, 1, "iterations"))
+    return make_clip(
+        scope, threshold, Options.create(response=RESPONSES[mode], **options), technique
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class _SingularValues(Technique):
+class _SingularValues(ClipMethod):
     """Measures the largest singular value of each matrix, and replaces all by their new values."""
 
     names_leaves = True
@@ -114,29 +122,32 @@ class _SingularValues(Technique):
     mode: Mode
     iterations: int
 
-    def norms(self, leaves: list[Any], plan: Plan, options: Options) -> Measured:
+    def compute_norms(self, leaves: list[Any], plan: Plan, options: Options) -> ScaledNorms:
         """The largest singular values of all matrices."""
-        _refuse_parts(leaves, plan, options.name)
+        _check_unsharded(leaves, plan, options.name)
         axes = plan.grouping.axes
-        norms = [_largest(x, x.ndim - len(own)) for x, own in zip(leaves, axes, strict=True)]
+        norms = [
+            _largest_singular_values(x, x.ndim - len(own))
+            for x, own in zip(leaves, axes, strict=True)
+        ]
         arrays = [
-            norms[group.members[0]] if group.members else jnp.full(group.shape, jnp.nan)
+            norms[group.leaf_indices[0]] if group.leaf_indices else jnp.full(group.shape, jnp.nan)
             for group in plan.grouping.groups
         ]
-        return Measured.of(plan.pack(arrays), 1.0)
+        return ScaledNorms.from_value(plan.pack(arrays), 1.0)
 
-    def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
-        """The numbers for matrices that are not finite, and the limits of the others."""
-        return by.ratio, limits
+    def leaf_operands(self, by: Multiplier, threshold_values: Array) -> Sequence[Array]:
+        """The numbers for matrices that are not finite, and the thresholds of the others."""
+        return by.ratio, threshold_values
 
-    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
+    def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
         """The leaf with the singular values of its matrices clipped."""
         del options
-        ratios, limits = columns
-        return _clipped(leaf, limits, ratios, leaf.ndim - len(axes), self)
+        ratios, thresholds = columns
+        return _clip_leaf(leaf, thresholds, ratios, leaf.ndim - len(axes), self)
 
 
-def _refuse_parts(leaves: list[Any], plan: Plan, transformation: str) -> None:
+def _check_unsharded(leaves: list[Any], plan: Plan, transformation: str) -> None:
     """Refuses leaves whose singular values cannot be computed."""
     for i, (leaf, name) in enumerate(zip(leaves, plan.leaf_names, strict=True)):
         of_leaf = f"{transformation}: leaf '{name}' of shape {leaf.shape}"
@@ -153,14 +164,16 @@ def _refuse_parts(leaves: list[Any], plan: Plan, transformation: str) -> None:
 
 # Both are compiled functions of their own, so that they are traced once for leaves of one shape.
 @functools.partial(jax.jit, static_argnames="stack")
-def _largest(x: Array, stack: int) -> Array:
+def _largest_singular_values(x: Array, stack: int) -> Array:
     """The largest singular value of each matrix of a leaf; not finite if an entry is not."""
     axes, real = tuple(range(stack, x.ndim)), accumulation_dtype(x.dtype)
     finite = jnp.isfinite(x)
     bad = ~jnp.all(finite, axes)
-    if fixed_size(x.size) == 0:
+    if static_size_or_none(x.size) == 0:
         return jnp.zeros(bad.shape, real)
-    norm = _each(stack, lambda matrix: largest(Prepared.of(matrix)))(_matrices(x, stack))
+    norm = _vmap_over_stack(stack, lambda matrix: estimate_largest(GramForm.create(matrix)))(
+        _matrices(x, stack)
+    )
     # Not the maximum of entries that are not finite: split over devices it loses a NaN.
     worst = jnp.where(jnp.any(jnp.isnan(x), axes), jnp.nan, jnp.inf).astype(real)
     # A finite norm that is too large for the dtype becomes the dtype's largest number.
@@ -168,13 +181,19 @@ def _largest(x: Array, stack: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("stack", "by"))
-def _clipped(x: Array, limits: Array, ratios: Array, stack: int, by: _SingularValues) -> Array:
+def _clip_leaf(
+    x: Array, thresholds: Array, ratios: Array, stack: int, by: _SingularValues
+) -> Array:
     """The leaf with the singular values of its matrices clipped."""
-    if fixed_size(x.size) == 0:
+    if static_size_or_none(x.size) == 0:
         return x
-    clip_one = functools.partial(clipped_matrix, mode=by.mode, iterations=by.iterations)
-    limits = limits.astype(accumulation_dtype(x.dtype))
-    result = _each(stack, clip_one)(_matrices(x, stack), limits).reshape(x.shape).astype(x.dtype)
+    clip_one = functools.partial(clip_matrix, mode=by.mode, iterations=by.iterations)
+    thresholds = thresholds.astype(accumulation_dtype(x.dtype))
+    result = (
+        _vmap_over_stack(stack, clip_one)(_matrices(x, stack), thresholds)
+        .reshape(x.shape)
+        .astype(x.dtype)
+    )
     bad = ~jnp.all(jnp.isfinite(x), tuple(range(stack, x.ndim)))
     instead = jnp.where(bad, ratios, 0).astype(x.dtype)
     bad, instead = (
@@ -194,6 +213,6 @@ def _matrices(x: Array, stack: int) -> Array:
     return wide.reshape(*x.shape[:stack], math.prod(front), last)
 
 
-def _each(stack: int, fn: Callable[..., Array]) -> Callable[..., Array]:
+def _vmap_over_stack(stack: int, fn: Callable[..., Array]) -> Callable[..., Array]:
     """`fn` of one matrix, made to work on all matrices behind `stack` leading axes."""
     return functools.reduce(lambda fn, _: jax.vmap(fn), range(stack), fn)

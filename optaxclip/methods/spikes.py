@@ -17,25 +17,25 @@ from jax import Array, lax
 
 import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
-from optaxclip._base.arguments import checked_int, checked_name, makes_transformation
-from optaxclip._base.numerics import entries, multiply, root_of_positive, safe_sqrt, select
-from optaxclip._base.states import check_state, increased, registered_state
-from optaxclip._base.trees import flatten, is_sparse, with_data
+from optaxclip._base.arguments import check_int, check_name, transformation_factory
+from optaxclip._base.numerics import cast_elements, multiply, safe_sqrt, select, sqrt_where_positive
+from optaxclip._base.states import check_state, register_state, safe_increment
+from optaxclip._base.trees import flatten, is_sparse, replace_values
 from optaxclip._base.types import ArrayLike, ClipState, PyTree
 from optaxclip._border.crossing import Transformation, global_view, transformation
-from optaxclip._border.entries import sums_of_stored
-from optaxclip._engine.clip import stage
-from optaxclip._engine.options import Options, ScaleOptions, takes
+from optaxclip._border.entries import coalesce_values
+from optaxclip._engine.clip import make_clip
+from optaxclip._engine.options import Options, RescaleOptions, clip_factory
 from optaxclip._engine.respond import Multiplier
-from optaxclip._engine.step import Technique
+from optaxclip._engine.step import ClipMethod
 from optaxclip.methods.elementwise import clamp_leaf
-from optaxclip.methods.moments import NamedMoments, dense, zero_moments
-from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.base import FLOOR, at_least, within
-from optaxclip.thresholds.checks import checked_limit
+from optaxclip.methods.moments import NamedMoments, check_dense, zero_moments
+from optaxclip.methods.updates import leaf_scope
+from optaxclip.thresholds.base import DEFAULT_FLOOR, check_minimum, check_range
+from optaxclip.thresholds.checks import check_threshold_value
 
 
-@registered_state
+@register_state
 class SecondMomentState(NamedTuple):
     """State of `clip_by_second_moment`.
 
@@ -51,13 +51,13 @@ class SecondMomentState(NamedTuple):
     moments: PyTree
 
 
-@takes(ScaleOptions)
+@clip_factory(RescaleOptions)
 def clip_by_moving_max(
     *,
     decay: ArrayLike = 0.999,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
-    floor: float = FLOOR,
-    **options: Unpack[ScaleOptions],
+    floor: float = DEFAULT_FLOOR,
+    **options: Unpack[RescaleOptions],
 ) -> Transformation[ClipState]:
     """Shrinks the entries of a leaf that exceed the moving average of its largest entries.
 
@@ -73,8 +73,8 @@ def clip_by_moving_max(
       decay: the decay of the average.
       stacked: how many leading axes of each leaf stack separate tensors, as in
         `optaxclip.scopes.leaf`; with None no axis does.
-      floor: smaller moduli are not recorded, and no limit is smaller.
-      **options: those that all transformations share, `optaxclip.ScaleOptions`.
+      floor: smaller moduli are not recorded, and no threshold is smaller.
+      **options: those that all transformations share, `optaxclip.RescaleOptions`.
 
     Returns:
       A transformation with a `ClipState`, in which `norm` is the largest modulus of each leaf. Its
@@ -86,37 +86,37 @@ def clip_by_moving_max(
       >>> state = tx.init(jnp.zeros(3))
       >>> for largest in (1.0, 1.0, 4.0):
       ...     updates, state = tx.update(jnp.array([largest, -3.0, 0.5]) / 2, state)
-      >>> print(updates, state.info.limit)
+      >>> print(updates, state.info.threshold)
       [ 1.78571 -1.5      0.25   ] [1.78571]
     """
     rule = thresholds.ema(decay, 1.0, debias=True, inclusive=True, floor=floor, patience=None)
-    checked = Options.checked(norm="linf", **options)
-    return stage(leaves_apart(stacked), rule, checked, _OnlyAbove())
+    checked = Options.create(norm="linf", **options)
+    return make_clip(leaf_scope(stacked), rule, checked, _ClipElementsAbove())
 
 
 @dataclasses.dataclass(frozen=True)
-class _OnlyAbove(Technique):
-    """Shrinks only the entries of a group that are above its limit."""
+class _ClipElementsAbove(ClipMethod):
+    """Shrinks only the entries of a group that are above its threshold."""
 
-    def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
+    def leaf_operands(self, by: Multiplier, threshold_values: Array) -> Sequence[Array]:
         """The fields of the multiplier, and the modulus above which entries are multiplied.
 
         In a group that is not finite, all entries are multiplied, so that modulus is -1.
         """
-        return (*by, select(by.ratio > 0, limits, -1))
+        return (*by, select(by.ratio > 0, threshold_values, -1))
 
-    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
-        """The changed leaf; of a `BCOO`, all summands of an entry above the limit are changed."""
+    def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
+        """The changed leaf; of a `BCOO`, all summands of an entry above the threshold are changed."""
         if not is_sparse(leaf) or leaf.unique_indices:
-            return super().scaled(leaf, columns, axes, options)
-        power, ratio, limit = columns
-        is_at_most = jnp.abs(sums_of_stored(leaf, limit.dtype)) <= limit
+            return super().apply(leaf, columns, axes, options)
+        power, ratio, threshold = columns
+        is_at_most = jnp.abs(coalesce_values(leaf, threshold.dtype)) <= threshold
         by: Any = [jnp.broadcast_to(x, is_at_most.shape) for x in (power, ratio)]
-        by.append(jnp.where(is_at_most, jnp.inf, -1).astype(limit.dtype))
-        return with_data(leaf, super().scaled(leaf.data, by, (), options))
+        by.append(jnp.where(is_at_most, jnp.inf, -1).astype(threshold.dtype))
+        return replace_values(leaf, super().apply(leaf.data, by, (), options))
 
 
-@makes_transformation()
+@transformation_factory()
 def clip_by_second_moment(
     *,
     threshold: ArrayLike = 5000.0,
@@ -170,36 +170,38 @@ def clip_by_second_moment(
       [1.870829 0.5     ]
     """
     settings = _MomentSettings(
-        checked_limit(threshold, "threshold", off="math.inf"),
-        within(decay, 0, 1, "decay"),
-        at_least(warmup_steps, 0, "warmup_steps"),
+        check_threshold_value(threshold, "threshold", disabled_value="math.inf"),
+        check_range(decay, 0, 1, "decay"),
+        check_minimum(warmup_steps, 0, "warmup_steps"),
     )
     period = (
-        None if reset_every is None else min(checked_int(reset_every, 1, "reset_every"), 2**31 - 1)
+        None if reset_every is None else min(check_int(reset_every, 1, "reset_every"), 2**31 - 1)
     )
 
-    checked_name(name)
+    check_name(name)
 
     def init(params: PyTree) -> SecondMomentState:
-        flat = dense(flatten(params, "params"), name)
-        return SecondMomentState(jnp.zeros((), jnp.int32), zero_moments(flat, real=True))
+        flat = check_dense(flatten(params, "params"), name)
+        return SecondMomentState(jnp.zeros((), jnp.int32), zero_moments(flat, real_only=True))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SecondMomentState]:
         del params, extra_args
-        flat = dense(flatten(updates, "updates"), name)
+        flat = check_dense(flatten(updates, "updates"), name)
         check_state(state, SecondMomentState, name, updates=updates)
-        old = NamedMoments.of(state.moments)
+        old = NamedMoments.create(state.moments)
         unknown = sorted(set(flat.names()) - set(old.names))
         if unknown:
             raise ValueError(
                 f"{name}: the updates have the leaves {unknown}, which the params passed to init "
                 "did not have"
             )
-        leaves, moments = flat.measured_leaves(), old.of_leaves(flat, name)
-        clipped, count, moments = _clamped(settings, leaves, moments, state.steps, period=period)
-        return flat.rebuild(clipped), SecondMomentState(count, old.replaced(flat, moments))
+        leaves, moments = flat.inexact_leaves(), old.get(flat, name)
+        clipped, count, moments = _clip_and_update(
+            settings, leaves, moments, state.steps, period=period
+        )
+        return flat.unflatten(clipped), SecondMomentState(count, old.replace(flat, moments))
 
     return transformation(init, update)
 
@@ -211,7 +213,7 @@ class _MomentSettings(NamedTuple):
 
 
 @global_view(out_like=("leaves", "count", "moments"))
-def _clamped(
+def _clip_and_update(
     settings: _MomentSettings,
     leaves: list[Any],
     moments: list[Array],
@@ -225,19 +227,19 @@ def _clamped(
         moments = [jnp.where(step == 0, 0, v) for v in moments]
     is_active = step >= settings.warmup_steps
     rows = zip(leaves, moments, strict=True)
-    pairs = [_clamped_by(*row, settings.threshold, settings.decay, is_active) for row in rows]
+    pairs = [_clamp_and_update(*row, settings.threshold, settings.decay, is_active) for row in rows]
     clipped, moments = ([pair[k] for pair in pairs] for k in range(2))
-    return clipped, increased(count, period=period or 1), moments
+    return clipped, safe_increment(count, period=period or 1), moments
 
 
 # A compiled function of its own, so that it is traced once for leaves of one shape.
 @jax.jit
-def _clamped_by(
+def _clamp_and_update(
     leaf: Any, moment: Array, threshold: Any, decay: Any, is_active: Array
 ) -> tuple[Any, Array]:
     """A leaf, clipped by its average, and the average after this step."""
     clipped = clamp_leaf(leaf, None, _bound(moment, threshold, is_active))
-    return clipped, _moved(moment, decay, leaf, clipped)
+    return clipped, _update_moment(moment, decay, leaf, clipped)
 
 
 def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
@@ -246,14 +248,14 @@ def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
     # An infinite threshold becomes 1: a product with infinity would have the derivative NaN.
     # A negative threshold acts as 0.
     of_threshold = safe_sqrt(lax.max(select(is_limited, threshold, 1), threshold.dtype.type(0)))
-    is_positive, root = root_of_positive(moment)
+    is_positive, root = sqrt_where_positive(moment)
     is_bound = lax.bitwise_and(is_positive, lax.bitwise_and(is_active, is_limited))
     return select(is_bound, multiply(root, of_threshold), jnp.inf)
 
 
-def _moved(moment: Array, decay: Any, leaf: Any, clipped: Any) -> Array:
+def _update_moment(moment: Array, decay: Any, leaf: Any, clipped: Any) -> Array:
     """The average after the square of the clipped entry, if the incoming entry was finite."""
-    square = norms.l2.map(entries(jnp.asarray(clipped), moment.dtype))
+    square = norms.l2.map(cast_elements(jnp.asarray(clipped), moment.dtype))
     # Half of the largest number: if the decay is 1/2, XLA for a GPU (JAX 0.10.2) adds both numbers
     # before it multiplies them, and their sum must not be infinite.
     square = lax.min(square, jnp.finfo(moment.dtype).max / 2)

@@ -13,29 +13,29 @@ import optaxclip._border.devices as devices
 import optaxclip.norms as norms
 from optaxclip._base.numerics import (
     accumulation_dtype,
-    broadcast_over,
-    by_parts,
+    expand_dims_at,
+    map_real_imag,
     match_weak_type,
-    narrowed,
     norm_dtype,
-    root_of_positive,
+    saturating_cast,
     select,
+    sqrt_where_positive,
 )
-from optaxclip._base.states import check_state, increased, registered_state
+from optaxclip._base.states import check_state, register_state, safe_increment
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, ClipState, NonFinite, PyTree
 from optaxclip._border.crossing import Transformation, global_view, transformation
-from optaxclip._border.entries import times
-from optaxclip._engine.clip import stage
-from optaxclip._engine.options import Options, PlaceOptions, takes
-from optaxclip._engine.plan import Plan, plan_of
-from optaxclip.methods.moments import NamedMoments, dense, wide_dtype, zero_moments
-from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.checks import checked_decay, checked_limit
-from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
+from optaxclip._border.entries import scale_by_real
+from optaxclip._engine.clip import make_clip
+from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._engine.plan import Plan, make_plan
+from optaxclip.methods.moments import NamedMoments, check_dense, wide_dtype, zero_moments
+from optaxclip.methods.updates import leaf_scope
+from optaxclip.thresholds.checks import check_decay, check_threshold_value
+from optaxclip.thresholds.fixed import ScalarOrSchedule, check_threshold
 
 
-@registered_state
+@register_state
 class StableAdamState(NamedTuple):
     """State of `scale_by_stable_adam`.
 
@@ -52,7 +52,7 @@ class StableAdamState(NamedTuple):
     nu: PyTree
 
 
-@takes(PlaceOptions)
+@clip_factory(ShardingOptions)
 def scale_by_stable_adam(
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.99,
@@ -61,7 +61,7 @@ def scale_by_stable_adam(
     *,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
     nonfinite: NonFinite = "nan",
-    **options: Unpack[PlaceOptions],
+    **options: Unpack[ShardingOptions],
 ) -> Transformation[StableAdamState]:
     """Adam's direction, shortened in each leaf whose second moment lags behind its gradient.
 
@@ -89,7 +89,7 @@ def scale_by_stable_adam(
       stacked: how many leading axes of each leaf stack separate tensors, as in
         `optaxclip.scopes.leaf`; with None no axis does.
       nonfinite: what becomes of leaves that are not finite, as in `optaxclip.clip_by`.
-      **options: those that all transformations share, `optaxclip.PlaceOptions`.
+      **options: those that all transformations share, `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `StableAdamState`. Its update returns a tree with the shapes, dtypes
@@ -112,44 +112,46 @@ def scale_by_stable_adam(
       >>> print(optaxclip.monitor.read(state)["0/clip/scale_by_stable_adam"].norm.round(3))
       [1.384]
     """
-    betas = (checked_decay(b1, "b1"), checked_decay(b2, "b2"))
-    eps = checked_limit(eps, "eps")
-    scope = leaves_apart(stacked)
-    checked = Options.checked(norm="rms", nonfinite=nonfinite, **options)
+    betas = (check_decay(b1, "b1"), check_decay(b2, "b2"))
+    eps = check_threshold_value(eps, "eps")
+    scope = leaf_scope(stacked)
+    checked = Options.create(norm="rms", nonfinite=nonfinite, **options)
     name = checked.name
-    clip = stage(scope, as_limit(clipping_threshold, "clipping_threshold"), checked)
+    clip = make_clip(scope, check_threshold(clipping_threshold, "clipping_threshold"), checked)
 
     def init(params: PyTree) -> StableAdamState:
-        flat = dense(flatten(params, "params"), name)
+        flat = check_dense(flatten(params, "params"), name)
         clip_state = clip.init(params)
         count = jnp.zeros(len(clip_state.info.names), jnp.int32)
-        return StableAdamState(clip_state, count, zero_moments(flat), zero_moments(flat, real=True))
+        return StableAdamState(
+            clip_state, count, zero_moments(flat), zero_moments(flat, real_only=True)
+        )
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, StableAdamState]:
         del params, extra_args
-        flat = dense(flatten(updates, "updates"), name)
+        flat = check_dense(flatten(updates, "updates"), name)
         check_state(state, StableAdamState, name, updates=updates)
-        plan = plan_of(flat, scope, checked, state.clip.info.names, state.count.size)
+        plan = make_plan(flat, scope, checked, state.clip.info.names, state.count.size)
 
-        mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))
-        leaves = (flat.measured_leaves(), mu.of_leaves(flat, name), nu.of_leaves(flat, name))
+        mu, nu = (NamedMoments.create(tree) for tree in (state.mu, state.nu))
+        leaves = (flat.inexact_leaves(), mu.get(flat, name), nu.get(flat, name))
         dtype = norm_dtype(average.dtype for average in leaves[2])
-        shares = [_share(beta, increased(state.count), dtype) for beta in betas]
+        shares = [_ema_weight(beta, safe_increment(state.count), dtype) for beta in betas]
         ratios = _ratios(*leaves, shares[1:], eps, of_leaf=_ratio, plan=plan)
-        _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
-        taken = jnp.isfinite(clip_state.info.norm) & np.array(plan.grouping.present, bool)
+        _, clip_state = clip.update(flat.unflatten(ratios), state.clip)
+        taken = jnp.isfinite(clip_state.info.norm) & np.array(plan.grouping.has_leaves, bool)
         # A tensor that is not finite does not count in its averages.
         shares = [jnp.where(taken, share, 0) for share in shares]
         columns = [*shares, clip_state.info.factor.astype(dtype)]
         rows = _directions(*leaves, columns, eps, of_leaf=_direction, plan=plan)
         directions, *new = ([row[k] for row in rows] for k in range(3))
-        return flat.rebuild(directions), StableAdamState(
+        return flat.unflatten(directions), StableAdamState(
             clip_state,
-            increased(state.count, taken),
-            mu.replaced(flat, new[0]),
-            nu.replaced(flat, new[1]),
+            safe_increment(state.count, taken),
+            mu.replace(flat, new[0]),
+            nu.replace(flat, new[1]),
         )
 
     return transformation(init, update)
@@ -159,61 +161,61 @@ def _rows(grads: list[Any], mus: list[Array], nus: list[Array], *_: Any) -> list
     return list(zip(grads, mus, nus, strict=True))
 
 
-def _each(
+def _map_leaves(
     grads: list[Any],
     mus: list[Array],
     nus: list[Array],
-    columns: list[Array],
+    per_tensor: list[Array],
     eps: Any,
     *,
     of_leaf: Callable[..., Any],
     plan: Plan,
 ) -> list[Any]:
     """Calls `of_leaf` with each gradient, its averages, its tensors' columns, and `eps`."""
-    of_leaves = plan.by_leaf(devices.stack(columns), grads)
+    of_leaves = plan.slice_for_leaves(devices.stack(per_tensor), grads)
     return [of_leaf(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
 
 
-_ratios = global_view(out_like="grads")(_each)
-_directions = global_view(out_like=_rows)(_each)
+_ratios = global_view(out_like="grads")(_map_leaves)
+_directions = global_view(out_like=_rows)(_map_leaves)
 
 
 # Both are compiled functions of their own, so that they are traced once for leaves that are alike.
 @jax.jit
-def _ratio(grad: Any, mu: Array, nu: Array, columns: Array, eps: Any) -> Array:
+def _ratio(grad: Any, mu: Array, nu: Array, per_tensor: Array, eps: Any) -> Array:
     """The gradient divided by the root of the average of its squares, this step included."""
-    g, nu = _entries(grad, mu), _wide(nu)
+    g, nu = _entries(grad, mu), _upcast(nu)
     # Non-finite entries stay: their ratio is not finite anyway. If they were replaced, as in
     # `_direction`, XLA (JAX 0.10.2) would store an array for each leaf.
-    nu = _average(nu, norms.l2.map(by_parts(_held, g)), columns[0])
-    return _over_root(g, nu, eps, lax.max)
+    nu = _average(nu, norms.l2.map(map_real_imag(_clamp_to_squarable, g)), per_tensor[0])
+    return _divide_by_rms(g, nu, eps, lax.max)
 
 
 @jax.jit
 def _direction(
-    grad: Any, mu: Array, nu: Array, columns: Array, eps: Any
+    grad: Any, mu: Array, nu: Array, per_tensor: Array, eps: Any
 ) -> tuple[Array, Array, Array]:
     """Adam's direction times the factor of the clip, and both averages after this step."""
-    of_mu, of_nu, factor = columns
+    of_mu, of_nu, factor = per_tensor
     g, kept = _entries(grad, mu), [jnp.finfo(x.dtype).dtype for x in (mu, nu)]
-    g = by_parts(_held, select(jnp.isfinite(g), g, 0))
-    mu, nu = _average(_wide(mu), g, of_mu), _average(_wide(nu), norms.l2.map(g), of_nu)
-    x, direction = jnp.asarray(grad), _over_root(mu, nu, eps, lax.add)
-    direction = times(direction, _beside(factor, nu))
-    mu = by_parts(lambda part: narrowed(part, kept[0]), mu)
-    nu = narrowed(nu, kept[1])
+    g = map_real_imag(_clamp_to_squarable, select(jnp.isfinite(g), g, 0))
+    mu, nu = _average(_upcast(mu), g, of_mu), _average(_upcast(nu), norms.l2.map(g), of_nu)
+    x, direction = jnp.asarray(grad), _divide_by_rms(mu, nu, eps, lax.add)
+    direction = scale_by_real(direction, _expand_to(factor, nu))
+    mu = map_real_imag(lambda part: saturating_cast(part, kept[0]), mu)
+    nu = saturating_cast(nu, kept[1])
     return match_weak_type(direction.astype(x.dtype), x), mu, nu
 
 
 def _average(before: Array, new: Array, share: Array) -> Array:
     """The average after new numbers of this weight: `share` has a number for each tensor."""
-    return lax.add(before, times(lax.sub(new, before), _beside(share, new)))
+    return lax.add(before, scale_by_real(lax.sub(new, before), _expand_to(share, new)))
 
 
-def _beside(of_tensors: Array, entries: Array) -> Array:
+def _expand_to(of_tensors: Array, entries: Array) -> Array:
     """A number for each tensor of a leaf, in a shape that broadcasts to the entries."""
     of_tensors = of_tensors.astype(accumulation_dtype(entries.dtype))
-    return broadcast_over(of_tensors, tuple(range(of_tensors.ndim, entries.ndim)))
+    return expand_dims_at(of_tensors, tuple(range(of_tensors.ndim, entries.ndim)))
 
 
 def _entries(grad: Any, mu: Array) -> Array:
@@ -222,32 +224,34 @@ def _entries(grad: Any, mu: Array) -> Array:
     return (g if jnp.iscomplexobj(mu) else g.real).astype(wide_dtype(mu.dtype))
 
 
-def _wide(average: Array) -> Array:
+def _upcast(average: Array) -> Array:
     """An average in the dtype to compute with, because a trainer may have cast the state."""
     return average.astype(wide_dtype(average.dtype))
 
 
-def _share(beta: Any, count: Array, dtype: Any) -> Array:
+def _ema_weight(beta: Any, count: Array, dtype: Any) -> Array:
     """The weight that the newest of `count` numbers has in their unbiased average."""
-    beta = _as(beta, dtype)
+    beta = _cast(beta, dtype)
     share = (1 - beta) / -jnp.expm1(count.astype(dtype) * jnp.log(beta))
     return jnp.where(count <= 1, 1, share)
 
 
-def _over_root(x: Array, square: Array, eps: Any, joined: Callable[[Array, Array], Array]) -> Array:
+def _divide_by_rms(
+    x: Array, square: Array, eps: Any, joined: Callable[[Array, Array], Array]
+) -> Array:
     """`x / joined(sqrt(square), eps)`, and 0 where both are 0."""
-    eps = lax.max(_as(eps, square.dtype), square.dtype.type(0))
-    is_positive, root = root_of_positive(square)
+    eps = lax.max(_cast(eps, square.dtype), square.dtype.type(0))
+    is_positive, root = sqrt_where_positive(square)
     of_zero = lax.full_like(square, select(eps == 0, jnp.inf, eps))
     divisor = select(is_positive, joined(root, eps), of_zero)
-    return by_parts(lambda part: lax.div(part, divisor), x)
+    return map_real_imag(lambda part: lax.div(part, divisor), x)
 
 
-def _held(x: Array) -> Array:
+def _clamp_to_squarable(x: Array) -> Array:
     """`x`, clamped so that two squares add without overflow."""
     bound = math.sqrt(jnp.finfo(x.dtype).max / 2) * (1 - 1e-6)
     return lax.clamp(x.dtype.type(-bound), x, x.dtype.type(bound))
 
 
-def _as(number: Any, dtype: Any) -> Array:
+def _cast(number: Any, dtype: Any) -> Array:
     return jnp.asarray(number).astype(dtype)

@@ -6,24 +6,24 @@ from typing import Unpack
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import refuse_arrays
+from optaxclip._base.arguments import check_static
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._border.crossing import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import ScaleOptions, takes
-from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
+from optaxclip._engine.options import RescaleOptions, clip_factory
+from optaxclip.thresholds.fixed import ScalarOrSchedule, check_threshold
 
 
-@takes(
-    ScaleOptions,
-    parts='clip_by(scopes.leaf(), 1.0, norm="rms")',
+@clip_factory(
+    RescaleOptions,
+    equivalent='clip_by(scopes.leaf(), 1.0, norm="rms")',
     once='clip_tree(grads, 1.0, scope=scopes.leaf(), norm="rms")',
 )
 def clip_by_block_rms(
     threshold: ScalarOrSchedule,
     *,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
-    **options: Unpack[ScaleOptions],
+    **options: Unpack[RescaleOptions],
 ) -> Transformation[ClipState]:
     """Clips each leaf by the root mean square of its entries.
 
@@ -38,7 +38,7 @@ def clip_by_block_rms(
       threshold: the largest root mean square of a leaf.
       stacked: how many leading axes of each leaf stack separate tensors, as in
         `optaxclip.scopes.leaf`; with None no axis does.
-      **options: those that all transformations share, `optaxclip.ScaleOptions`.
+      **options: those that all transformations share, `optaxclip.RescaleOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -47,11 +47,11 @@ def clip_by_block_rms(
       [1.4 0.2]
       >>> tx = optax.chain(optax.scale_by_adam(), clip, optax.scale_by_learning_rate(1e-3))
     """
-    rule = as_limit(threshold, "threshold")
-    return clip_by(leaves_apart(stacked), rule, norm="rms", **options)
+    rule = check_threshold(threshold, "threshold")
+    return clip_by(leaf_scope(stacked), rule, norm="rms", **options)
 
 
-def leaves_apart(stacked: PyTree | Callable[[str, Array], int] | None) -> scopes.Scope:
+def leaf_scope(stacked: PyTree | Callable[[str, Array], int] | None) -> scopes.Scope:
     """The scope `leaf(stacked)`; None means 0, because `optax.inject_hyperparams` traces a 0."""
-    refuse_arrays(stacked, "stacked")
+    check_static(stacked, "stacked")
     return scopes.leaf(0 if stacked is None else stacked)

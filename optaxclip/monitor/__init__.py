@@ -13,7 +13,7 @@ on the host, and `json_line` writes them as a line of JSON::
 
 With `since=`, shares and counts are of the steps after an earlier state. `events` keeps what became
 of each of the last steps, so that a bad batch can be found. `histogram` counts entries by their
-size, and `format_fit` says which number format holds them. After a step that was skipped,
+size, and `dtype_fit` says which number format holds them. After a step that was skipped,
 `bad_leaves` names the leaves that caused it, and `verdict` tells the host whether to go on; inside
 of the compiled step `taken` tells what else must stay as it was. `loss_scale` is the number by
 which a step multiplies its loss. `noise_scale` tells from the gradients of microbatches whether the
@@ -25,8 +25,8 @@ from optaxclip.monitor.entry_histograms import Histogram as Histogram
 from optaxclip.monitor.entry_histograms import histograms as histograms
 from optaxclip.monitor.event_rows import EventsState as EventsState
 from optaxclip.monitor.event_rows import events as events
-from optaxclip.monitor.format_fit import FormatFit as FormatFit
-from optaxclip.monitor.format_fit import format_fit as format_fit
+from optaxclip.monitor.format_fit import DtypeFit as DtypeFit
+from optaxclip.monitor.format_fit import dtype_fit as dtype_fit
 from optaxclip.monitor.histogram_stage import HistogramState as HistogramState
 from optaxclip.monitor.histogram_stage import histogram as histogram
 from optaxclip.monitor.histories import history as history
@@ -40,6 +40,6 @@ from optaxclip.monitor.reading import read as read
 from optaxclip.monitor.reading import scalars as scalars
 from optaxclip.monitor.recording import RecordState as RecordState
 from optaxclip.monitor.recording import record as record
-from optaxclip.monitor.taken_steps import taken as taken
+from optaxclip.monitor.taken_steps import step_was_applied as step_was_applied
 from optaxclip.monitor.verdicts import bad_leaves as bad_leaves
-from optaxclip.monitor.verdicts import verdict as verdict
+from optaxclip.monitor.verdicts import step_status as step_status

@@ -12,8 +12,8 @@ from optaxclip.methods.loss_scaling import LossScaleState
 from optaxclip.monitor.histogram_stage import HistogramState
 from optaxclip.monitor.noise import NoiseScaleState
 from optaxclip.monitor.recording import RecordState
-from optaxclip.monitor.states import described, is_deleted, name_of, numbered, records
-from optaxclip.monitor.summaries import COUNTS, Recorded, wanted
+from optaxclip.monitor.states import deduplicate, describe_tree, is_deleted, name_of, records
+from optaxclip.monitor.summaries import COUNTS, Recorded, summary_inputs
 
 Counts: TypeAlias = dict[str, dict[str, Any]]
 """For each record, by its name in `metrics`, its counts from the first step on."""
@@ -56,7 +56,7 @@ def counts(opt_state: PyTree) -> Counts:
       num_clipped 1.0
       clipped_fraction 0.25
     """
-    found = _counts_of(records_for_log(opt_state, "counts"))
+    found = _counts_of(loggable_records(opt_state, "counts"))
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(found)):
         return found
     # Copied, because on a CPU `device_get` gives views of the device's memory. A later step could
@@ -64,21 +64,21 @@ def counts(opt_state: PyTree) -> Counts:
     return jax.tree.map(np.array, jax.device_get(found))
 
 
-def records_for_log(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
+def loggable_records(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
     """All records that have numbers for a log; their names begin with the record's key."""
     more = (LossScaleState, NoiseScaleState, RecordState, HistogramState)
     found = [state for _, state in records(opt_state, caller, *more)]
-    return dict(zip(numbered([name_of(state) for state in found]), found, strict=True))
+    return dict(zip(deduplicate([name_of(state) for state in found]), found, strict=True))
 
 
-def since_earlier(
+def subtract_counts(
     found: Mapping[str, Recorded], since: PyTree | None
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """For each record, the arrays that its numbers are made of, and the counts to begin at."""
-    kept = [wanted(state) for state in found.values()]
+    kept = [summary_inputs(state) for state in found.values()]
     if since is None:
         return [(numbers, {}) for numbers in kept]
-    earlier = _earlier_counts(since)
+    earlier = _parse_since(since)
     shapes, before = (_shapes(each) for each in (_counts_of(found), earlier))
     if shapes != before:
         raise ValueError(
@@ -89,7 +89,7 @@ def since_earlier(
 
 
 def _counts_of(found: Mapping[str, Recorded]) -> Counts:
-    every = {name: wanted(state) for name, state in found.items()}
+    every = {name: summary_inputs(state) for name, state in found.items()}
     return {
         name: {count: numbers[count] for count in COUNTS if count in numbers}
         for name, numbers in every.items()
@@ -97,7 +97,7 @@ def _counts_of(found: Mapping[str, Recorded]) -> Counts:
     }
 
 
-def _earlier_counts(since: PyTree) -> Counts:
+def _parse_since(since: PyTree) -> Counts:
     """The counts in `since`, which is a state, or counts already."""
     if any(map(is_deleted, jax.tree.leaves(since))):
         raise ValueError(
@@ -110,11 +110,11 @@ def _earlier_counts(since: PyTree) -> Counts:
     if are_counts and since:
         return {name: dict(each) for name, each in since.items()}
     try:
-        return _counts_of(records_for_log(since, "counts"))
+        return _counts_of(loggable_records(since, "counts"))
     except ValueError:
         raise ValueError(
             "since must be an earlier state of the optimizer, or monitor.counts of it, got "
-            f"{described(since)}"
+            f"{describe_tree(since)}"
         ) from None
 
 

@@ -8,18 +8,24 @@ import jax
 import numpy as np
 
 from optaxclip._base.ranges import (
-    TOO_LARGE,
+    OVERFLOW_EDGES,
+    bin_edges,
+    bin_exponents,
     checked_format,
     exponents,
-    exponents_of_parts,
-    lost_below,
-    thresholds,
-    too_large,
+    overflow_threshold,
+    underflow_threshold,
 )
 from optaxclip._base.types import PyTree
-from optaxclip._border.entry_counts import WORD, num_counts
+from optaxclip._border.entry_counts import WORD_BITS, num_counts
 from optaxclip.monitor.histogram_stage import HistogramState
-from optaxclip.monitor.states import lost_names, only_state, refuse_several, to_host, unboxed
+from optaxclip.monitor.states import (
+    check_not_vmapped,
+    fetch_to_host,
+    find_one_state,
+    names_lost_error,
+    unbox,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,13 +47,13 @@ class Histogram:
 
     counts: np.ndarray[Any, np.dtype[np.int64]] = dataclasses.field(repr=False)
     edges: np.ndarray[Any, np.dtype[np.float64]] = dataclasses.field(repr=False)
-    zeros: int
-    nonfinite: int
+    num_zero: int
+    num_nonfinite: int
     step: int
     num_nan: int = 0
     too_large: Mapping[float, int] = dataclasses.field(default_factory=dict, repr=False)
 
-    def below(self, dtype: jax.typing.DTypeLike) -> float:
+    def underflow_fraction(self, dtype: jax.typing.DTypeLike) -> float:
         """The share of the finite entries other than 0 that become 0 in another number format.
 
         It is exact: rounding to nearest sends half the format's smallest number and all below it to
@@ -65,10 +71,10 @@ class Histogram:
           TypeError: if `dtype` is not a dtype.
         """
         return self._share(
-            int(self.counts[self.edges[1:] <= lost_below(checked_format(dtype))].sum())
+            int(self.counts[self.edges[1:] <= underflow_threshold(checked_format(dtype))].sum())
         )
 
-    def above(self, dtype: jax.typing.DTypeLike) -> float:
+    def overflow_fraction(self, dtype: jax.typing.DTypeLike) -> float:
         """The share of the finite entries other than 0 that are too large for another format.
 
         Rounded to nearest, they become infinite; or NaN, or the largest number, in formats without
@@ -85,17 +91,17 @@ class Histogram:
           ValueError: if the histogram has no count for this format, or as `below`.
           TypeError: as `below`.
         """
-        limit = too_large(checked_format(dtype))
-        if limit >= self.edges[-1]:
+        threshold = overflow_threshold(checked_format(dtype))
+        if threshold >= self.edges[-1]:
             return 0.0
-        if limit not in self.too_large:
+        if threshold not in self.too_large:
             raise ValueError(
                 f"the histogram has no count of the entries that are too large for {dtype}; those "
                 "of monitor.histograms have one for each format of JAX"
             )
-        return self._share(self.too_large[limit])
+        return self._share(self.too_large[threshold])
 
-    def by_exponent(
+    def list_by_exponent(
         self,
     ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.float64]]]:
         """The bins that have entries, and those between them, by their exponents of two.
@@ -144,7 +150,7 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
       >>> tx = monitor.histogram()
       >>> grads = {"w": jnp.array([1e-9, 0.5, 1e6])}
       >>> found = histograms(tx.update(grads, tx.init(grads))[1])["w"]
-      >>> print(f"{found.below(jnp.float16):.2f} {found.above(jnp.float16):.2f}")
+      >>> print(f"{found.underflow_fraction(jnp.float16):.2f} {found.overflow_fraction(jnp.float16):.2f}")
       0.33 0.33
     """
     missing = (
@@ -152,22 +158,22 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
         "clip for the raw gradients, and pass the chain's state"
     )
     told = {"reader": "histograms", "what": "histogram", "missing": missing}
-    state = only_state(opt_state, name, HistogramState, **told)
-    step, words = to_host((unboxed(state.counted), unboxed(state.counts)), "histograms")
-    refuse_several(step, "histograms")
+    state = find_one_state(opt_state, name, HistogramState, **told)
+    step, words = fetch_to_host((unbox(state.last_counted_step), unbox(state.counts)), "histograms")
+    check_not_vmapped(step, "histograms")
     if not state.names and len(words):
-        raise lost_names("the histogram has lost the names of its groups")
-    counts = words[:, 0].astype(np.int64) + (words[:, 1].astype(np.int64) << WORD)
+        raise names_lost_error("the histogram has lost the names of its groups")
+    counts = words[:, 0].astype(np.int64) + (words[:, 1].astype(np.int64) << WORD_BITS)
     return dict(zip(state.names, (_histogram(x, int(step)) for x in counts), strict=True))
 
 
 def _histogram(counts: Any, step: int) -> Histogram:
     wide = len(counts) == num_counts(wide=True)
-    powers = exponents(wide=wide)
+    powers = exponents(is_float64=wide)
     edges = np.ldexp(1.0, [powers[0] - 1, *powers]), [np.inf if wide else 2.0**powers.stop]
     in_bins = np.zeros(len(powers) + 1, np.int64)
-    np.add.at(in_bins, exponents_of_parts(wide=wide) - powers[0] + 1, counts[1:-2])
-    above = dict(zip(thresholds(wide=wide), np.cumsum(counts[-3:0:-1])[::-1], strict=False))
-    beyond = {limit.value: int(above.get(limit, 0)) for limit in TOO_LARGE}
+    np.add.at(in_bins, bin_exponents(is_float64=wide) - powers[0] + 1, counts[1:-2])
+    above = dict(zip(bin_edges(is_float64=wide), np.cumsum(counts[-3:0:-1])[::-1], strict=False))
+    beyond = {threshold.value: int(above.get(threshold, 0)) for threshold in OVERFLOW_EDGES}
     zeros, infinite, nan = (int(counts[place]) for place in (0, -2, -1))
     return Histogram(in_bins, np.concatenate(edges), zeros, infinite + nan, step, nan, beyond)

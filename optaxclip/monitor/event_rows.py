@@ -9,18 +9,24 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_int
-from optaxclip._base.numerics import narrowed
-from optaxclip._base.states import Names, check_state, increased, registered_state
+from optaxclip._base.arguments import check_int
+from optaxclip._base.numerics import saturating_cast
+from optaxclip._base.states import StaticNames, check_state, register_state, safe_increment
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._border.crossing import Transformation, global_view, transformation
-from optaxclip._engine.options import Options, PlaceOptions, takes
-from optaxclip._engine.plan import plan_of
-from optaxclip._engine.step import norms_of
-from optaxclip.methods.skipping import SkipState, after_skip, as_inner
-from optaxclip.monitor.states import check_ring, name_of, numbered, unboxed, walk
-from optaxclip.monitor.summaries import entry_at, has_entries, names_of, wanted, worst_entry
+from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._engine.plan import make_plan
+from optaxclip._engine.step import compute_norms
+from optaxclip.methods.skipping import SkipState, after_skip, check_inner
+from optaxclip.monitor.states import check_ring_buffer, deduplicate, iter_states, name_of, unbox
+from optaxclip.monitor.summaries import (
+    has_entries,
+    names_of,
+    summary_inputs,
+    take_along_columns,
+    worst_group,
+)
 from optaxclip.norms import Norm
 
 VERDICTS = ("taken", "clipped", "not finite", "skipped")
@@ -34,7 +40,7 @@ _WRAP_STATE = (
 )
 
 
-@registered_state
+@register_state
 class EventsState(NamedTuple):
     """State of `events`.
 
@@ -43,8 +49,8 @@ class EventsState(NamedTuple):
       name: the transformation's name, as a tuple of one.
       names: the leaves' names, among which the worst is found; empty if each clip and skip inside
         has norms of leaves or groups of its own. A leaf that was None at `init` comes last.
-      numbers: float32[window, judges, 3], norm, limit and factor of each clip and skip inside, in
-        the order of `read`; for the loss of a skip, the loss and its limit. Step n is in row
+      numbers: float32[window, judges, 3], norm, threshold and factor of each clip and skip inside, in
+        the order of `read`; for the loss of a skip, the loss and its threshold. Step n is in row
         `n % window`.
       marks: int32[window, 1 + judges], what became of the step, and for each clip and skip the
         number of its worst leaf, from 1; 0 if the tree had no leaves, -1 if it did not run.
@@ -52,35 +58,35 @@ class EventsState(NamedTuple):
     """
 
     steps: Array
-    name: Names
-    names: Names
+    name: StaticNames
+    names: StaticNames
     numbers: Array
-    marks: Array
+    flags: Array
     inner_state: PyTree
 
     def after_skip(self, skip: Array) -> "EventsState":
         """This state, with a row for the step if a skip around the stage left it out."""
         at = self.steps % self.numbers.shape[0]
-        row = jnp.full(self.marks.shape[1:], NOT_RUN, jnp.int32).at[0].set(len(VERDICTS) - 1)
+        row = jnp.full(self.flags.shape[1:], NOT_RUN, jnp.int32).at[0].set(len(VERDICTS) - 1)
         return self._replace(
-            steps=increased(self.steps, skip, period=self.numbers.shape[0]),
+            steps=safe_increment(self.steps, skip, period=self.numbers.shape[0]),
             numbers=self.numbers.at[at].set(jnp.where(skip, jnp.nan, self.numbers[at])),
-            marks=self.marks.at[at].set(jnp.where(skip, row, self.marks[at])),
+            flags=self.flags.at[at].set(jnp.where(skip, row, self.flags[at])),
             inner_state=after_skip(self.inner_state, skip),
         )
 
 
-@takes(PlaceOptions)
+@clip_factory(ShardingOptions)
 def events(
     inner: optax.GradientTransformation,
     window: int = 1000,
     *,
     norm: str | Norm = "l2",
-    **options: Unpack[PlaceOptions],
+    **options: Unpack[ShardingOptions],
 ) -> Transformation[EventsState]:
     """Keeps what the clips and skips in `inner` did at each of the last steps.
 
-    It keeps for each step the norm, the limit, the factor, what became of the step, and the worst
+    It keeps for each step the norm, the threshold, the factor, what became of the step, and the worst
     leaf. It wraps a clip, a skip, or the whole optimizer. Updates are those of `inner`, bit for
     bit. `history` reads the events, with the number of each step, by which a bad batch is found in
     the data; `plots.events_over_steps` draws them. Nothing is sent to the host until then.
@@ -97,7 +103,7 @@ def events(
       inner: the transformation with a clip or a skip in it.
       window: how many steps to keep.
       norm: the norm by which the worst leaf is found, as in `optaxclip.clip_by`: pass the clip's.
-      **options: those that all transformations share, `optaxclip.PlaceOptions`; `history` chooses
+      **options: those that all transformations share, `optaxclip.ShardingOptions`; `history` chooses
         among several by their `name`.
 
     Returns:
@@ -124,53 +130,53 @@ def events(
       2 skipped nan w
       3 taken 1.8 w
     """
-    inner, window = as_inner(inner), checked_int(window, 1, "window")
-    checked = Options.checked(norm=norm, **options)
+    inner, window = check_inner(inner), check_int(window, 1, "window")
+    checked = Options.create(norm=norm, **options)
     name = checked.name
 
     def init(params: PyTree) -> EventsState:
         # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
-        inner_state = inner.init(devices.to_device(params))
-        judges, names = _judges(inner_state, name), Names()
-        _refuse_skips_of_sums(inner_state, name)
+        inner_state = inner.init(devices.put_on_device(params))
+        judges, names = _judges(inner_state, name), StaticNames()
+        _check_no_accumulating_skip(inner_state, name)
         if any(not judge.has_entries for judge in judges):
-            names = Names(tuple(sorted(flatten(params, "params").names())))
+            names = StaticNames(tuple(sorted(flatten(params, "params").names())))
         numbers = jnp.zeros((window, len(judges), 3), jnp.float32)
         marks = jnp.zeros((window, 1 + len(judges)), jnp.int32)
         steps = jnp.zeros((), jnp.int32)
-        return EventsState(steps, Names((name,)), names, numbers, marks, inner_state)
+        return EventsState(steps, StaticNames((name,)), names, numbers, marks, inner_state)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, EventsState]:
         check_state(state, EventsState, name, _WRAP_STATE, updates=updates)
         before = _judges(state.inner_state, name)
-        check_ring(state.numbers, (window, len(before), 3), name, "other events")
+        check_ring_buffer(state.numbers, (window, len(before), 3), name, "other events")
         names, norms, places = state.names, None, None
         if any(not judge.has_entries for judge in before):
-            flat = flatten(updates, "updates").named_like(state.names)
-            plan = plan_of(flat, scopes.leaf(), checked)
-            norms, found = norms_of(flat, plan, checked.norm), plan.grouping.names
-            names = Names((*names, *(each for each in found if each not in tuple(names))))
+            flat = flatten(updates, "updates").match_name_style(state.names)
+            plan = make_plan(flat, scopes.leaf(), checked)
+            norms, found = compute_norms(flat, plan, checked.norm), plan.grouping.names
+            names = StaticNames((*names, *(each for each in found if each not in tuple(names))))
             places = np.array([names.index(each) for each in found], np.int32)
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         after = _judges(inner_state, name)
-        steps, numbers, marks = _written(
+        steps, numbers, marks = _append_row(
             state.steps,
             state.numbers,
-            state.marks,
+            state.flags,
             [judge.kept for judge in before],
             [judge.kept for judge in after],
             norms,
             places,
-            around=tuple(judge.around for judge in after),
+            around=tuple(judge.enclosing_skips for judge in after),
         )
         return new_updates, EventsState(steps, state.name, names, numbers, marks, inner_state)
 
     return transformation(init, update)
 
 
-class Watched(NamedTuple):
+class EventSource(NamedTuple):
     """A clip, a skip, or the loss of a skip.
 
     Attributes:
@@ -183,9 +189,9 @@ class Watched(NamedTuple):
 
     name: str
     kept: dict[str, Any]
-    names: Names
+    names: StaticNames
     is_loss: bool
-    around: tuple[int, ...]
+    enclosing_skips: tuple[int, ...]
 
     @property
     def has_entries(self) -> bool:
@@ -193,25 +199,31 @@ class Watched(NamedTuple):
         return has_entries(self.kept)
 
 
-def judges_in(inner_state: PyTree) -> list[Watched]:
+def event_sources(inner_state: PyTree) -> list[EventSource]:
     """All clips and skips in a state, in the order of `read`."""
-    found, judges = list(walk(inner_state, (ClipState, SkipState))), []
+    found, judges = list(iter_states(inner_state, (ClipState, SkipState))), []
     skips: dict[int, Path] = {}
-    names = numbered([name_of(state) for _, state in found])
+    names = deduplicate([name_of(state) for _, state in found])
     for name, (path, state) in zip(names, found, strict=True):
-        kept = wanted(state) | {"fraction": unboxed(state.info.fraction)}
+        kept = summary_inputs(state) | {"fraction": unbox(state.info.fraction)}
         around = tuple(i for i, outer in skips.items() if path[: len(outer)] == outer)
         if isinstance(state, SkipState):
             skips[len(judges)] = path
-        judges.append(Watched(name, kept, names_of(state), is_loss=False, around=around))
+        judges.append(
+            EventSource(name, kept, names_of(state), is_loss=False, enclosing_skips=around)
+        )
         if isinstance(state, SkipState) and state.loss:
-            of_loss = {"norm": kept["loss"], "limit": kept["loss_limit"]}
-            judges.append(Watched(name, kept | of_loss, Names(), is_loss=True, around=around))
+            of_loss = {"norm": kept["loss"], "threshold": kept["loss_threshold"]}
+            judges.append(
+                EventSource(
+                    name, kept | of_loss, StaticNames(), is_loss=True, enclosing_skips=around
+                )
+            )
     return judges
 
 
-def _judges(inner_state: PyTree, name: str) -> list[Watched]:
-    judges = judges_in(inner_state)
+def _judges(inner_state: PyTree, name: str) -> list[EventSource]:
+    judges = event_sources(inner_state)
     if not judges:
         raise ValueError(
             f"{name} goes around a clip or a skip, and inner has none that keeps a record: wrap "
@@ -222,10 +234,10 @@ def _judges(inner_state: PyTree, name: str) -> list[Watched]:
     return judges
 
 
-def _refuse_skips_of_sums(inner_state: PyTree, name: str) -> None:
+def _check_no_accumulating_skip(inner_state: PyTree, name: str) -> None:
     """Refuses a skip that does not run at each step: its record does not say at which it ran."""
-    of_sums = [state for _, state in walk(inner_state, (optax.MultiStepsState,))]
-    if any(True for state in of_sums for _ in walk(state.inner_opt_state, (SkipState,))):
+    of_sums = [state for _, state in iter_states(inner_state, (optax.MultiStepsState,))]
+    if any(True for state in of_sums for _ in iter_states(state.inner_opt_state, (SkipState,))):
         raise ValueError(
             f"{name}: a skip is inside of optax.MultiSteps, where it does not run at each step; "
             "put the skip around MultiSteps, skip_nonfinite(optax.MultiSteps(chain, k)"
@@ -234,44 +246,44 @@ def _refuse_skips_of_sums(inner_state: PyTree, name: str) -> None:
 
 
 @global_view(out_like=("steps", "numbers", "marks"))
-def _written(
+def _append_row(
     steps: Array,
     numbers: Array,
     marks: Array,
     before: list[dict[str, Any]],
     after: list[dict[str, Any]],
     norms: Any,
-    places: Any,
+    leaf_positions: Any,
     *,
     around: tuple[tuple[int, ...], ...],
 ) -> tuple[Array, Array, Array]:
     """Steps, numbers and marks after one more row."""
-    of_tree = {} if norms is None else {"index": _worst_leaf(norms, places)}
+    of_tree = {} if norms is None else {"index": _worst_leaf(norms, leaf_positions)}
     rows, indices, flags = [], [], {verdict: jnp.zeros((), bool) for verdict in VERDICTS[1:]}
     for old, new, skips in zip(before, after, around, strict=True):
-        found = worst_entry(new) if has_entries(new) else new | of_tree
+        found = worst_group(new) if has_entries(new) else new | of_tree
         if "num_skipped" in new:
             # When a skip leaves a step out, a skip inside of it keeps its record of an older step.
-            did_run = jnp.ones((), bool)
+            was_updated = jnp.ones((), bool)
             for i in skips:
-                did_run &= after[i]["factor"] != 0
-            flags["skipped"] |= did_run & (new["factor"] == 0)
-            flags["not finite"] |= did_run & ~jnp.isfinite(new["norm"])
+                was_updated &= after[i]["factor"] != 0
+            flags["skipped"] |= was_updated & (new["factor"] == 0)
+            flags["not finite"] |= was_updated & ~jnp.isfinite(new["norm"])
         else:
-            did_run = new["steps"] != old["steps"]
-            flags["clipped"] |= did_run & jnp.any(new["fraction"] > 0)
+            was_updated = new["steps"] != old["steps"]
+            flags["clipped"] |= was_updated & jnp.any(new["fraction"] > 0)
             # The norm itself is finite where bad entries are masked.
             flags["not finite"] |= jnp.any(new["num_nonfinite"] > old["num_nonfinite"])
-        row = [found[field].astype(jnp.float32) for field in ("norm", "limit", "factor")]
+        row = [found[field].astype(jnp.float32) for field in ("norm", "threshold", "factor")]
         rows.append(devices.stack(row))
-        indices.append(jnp.where(did_run, 1 + found["index"], NOT_RUN).astype(jnp.int32))
+        indices.append(jnp.where(was_updated, 1 + found["index"], NOT_RUN).astype(jnp.int32))
     verdict = jnp.zeros((), jnp.int32)
     for code, each in enumerate(VERDICTS[1:], 1):
         verdict = jnp.where(flags[each], jnp.int32(code), verdict)
     at, marked = steps % len(numbers), devices.stack([verdict, *indices])
-    row = narrowed(devices.stack(rows), numbers.dtype)
+    row = saturating_cast(devices.stack(rows), numbers.dtype)
     return (
-        increased(steps, period=len(numbers)),
+        safe_increment(steps, period=len(numbers)),
         lax.dynamic_update_index_in_dim(numbers, row, at, 0),
         lax.dynamic_update_index_in_dim(marks, marked, at, 0),
     )
@@ -283,4 +295,4 @@ def _worst_leaf(norms: Array, places: Array) -> Array:
         return jnp.full((), -1, jnp.int32)
     norms = lax.stop_gradient(norms)
     at = jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))
-    return entry_at(at, places)
+    return take_along_columns(at, places)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optaxclip._base.numerics import is_real
-from optaxclip._base.ranges import checked_format, lost_below, too_large
+from optaxclip._base.ranges import checked_format, overflow_threshold, underflow_threshold
 from optaxclip._base.types import PyTree
 from optaxclip.monitor.entry_histograms import Histogram, histograms
 
@@ -35,7 +35,7 @@ class GroupFit:
 
 
 @dataclasses.dataclass(frozen=True)
-class FormatFit:
+class DtypeFit:
     """How gradients fit a number format; `print` shows it as a table.
 
     Attributes:
@@ -74,7 +74,7 @@ class FormatFit:
         return 2.0 ** ((math.frexp(low)[1] + math.frexp(high)[1]) // 2 - 1)
 
     @property
-    def misfits(self) -> tuple[str, ...]:
+    def poor_fits(self) -> tuple[str, ...]:
         """The groups that lose more than the allowed share with the scale to take."""
         return tuple(name for name, x in self.groups.items() if x.lowest > self.loss_scale)
 
@@ -83,7 +83,7 @@ class FormatFit:
         rows = [("", "becomes 0", "too large", "loss scale")]
         for name, x in self.groups.items():
             ends = f"{_power(x.lowest)} to {_power(x.highest)}" if x.lowest else "any"
-            misfit = "  does not fit" * (name in self.misfits)
+            misfit = "  does not fit" * (name in self.poor_fits)
             rows.append((name, f"{x.below:.2%}", f"{x.above:.2%}", f"{ends}{misfit}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         first, *numbers, _ = widths
@@ -92,17 +92,17 @@ class FormatFit:
             for row in rows
         ]
         scale = f"{self.dtype.name}: take the loss scale {_power(self.loss_scale)}"
-        fit = f"{len(self.groups) - len(self.misfits)} of {len(self.groups)} groups fit"
+        fit = f"{len(self.groups) - len(self.poor_fits)} of {len(self.groups)} groups fit"
         return "\n".join([f"{scale}; {fit}", *lines])
 
 
-def format_fit(
+def dtype_fit(
     opt_state: PyTree,
     dtype: jax.typing.DTypeLike = jnp.float16,
     *,
-    lost: float = 0.001,
+    max_lost_fraction: float = 0.001,
     name: str | None = None,
-) -> FormatFit:
+) -> DtypeFit:
     """Which loss scale a model needs for a number format, and which layers do not fit it.
 
     It reads the histograms of gradients that `histogram` counted, which should have been computed
@@ -112,11 +112,11 @@ def format_fit(
     Args:
       opt_state: any pytree that holds the state, as in `read`.
       dtype: the number format.
-      lost: which share of a group's entries other than 0 may become 0.
+      max_lost_fraction: which share of a group's entries other than 0 may become 0.
       name: which histogram, if there are several.
 
     Returns:
-      A `FormatFit`; `print` shows it as a table.
+      A `DtypeFit`; `print` shows it as a table.
 
     Raises:
       ValueError: as `histograms`; if `lost` is not between 0 and 1; if `dtype` is not a real
@@ -129,32 +129,34 @@ def format_fit(
       >>> tx = monitor.histogram()
       >>> grads = {"embed": 2.0 ** -jnp.arange(12.0, 30.0), "head": 2.0 ** -jnp.arange(0.0, 9.0)}
       >>> _, state = tx.update(grads, tx.init(grads))
-      >>> print(format_fit(state, jnp.float16))
+      >>> print(dtype_fit(state, jnp.float16))
       float16: take the loss scale 2**10; 2 of 2 groups fit
              becomes 0  too large  loss scale
       embed     27.78%      0.00%  2**5 to 2**27
       head       0.00%      0.00%  2**-16 to 2**15
     """
-    if not is_real(lost):
-        raise TypeError(f"lost must be a number, a share such as 0.001, got {lost!r}")
-    if not 0 <= lost < 1:
-        raise ValueError(f"lost must be a share, from 0 to below 1, got {lost!r}")
+    if not is_real(max_lost_fraction):
+        raise TypeError(f"lost must be a number, a share such as 0.001, got {max_lost_fraction!r}")
+    if not 0 <= max_lost_fraction < 1:
+        raise ValueError(f"lost must be a share, from 0 to below 1, got {max_lost_fraction!r}")
     dtype = checked_format(dtype)
     found = histograms(opt_state, name)
-    groups = {group: _fit(histogram, dtype, lost) for group, histogram in found.items()}
-    return FormatFit(dtype, lost, groups)
+    groups = {
+        group: _fit(histogram, dtype, max_lost_fraction) for group, histogram in found.items()
+    }
+    return DtypeFit(dtype, max_lost_fraction, groups)
 
 
-def _fit(found: Histogram, dtype: jnp.dtype, lost: float) -> GroupFit:
+def _fit(found: Histogram, dtype: jnp.dtype, max_lost_fraction: float) -> GroupFit:
     """The fit of one group, from its bins."""
-    below, above = found.below(dtype), found.above(dtype)
+    below, above = found.underflow_fraction(dtype), found.overflow_fraction(dtype)
     total = int(found.counts.sum())
     if not total:
         return GroupFit(below, above, 0.0, math.inf)
     # Of the bins below this edge all may be lost; up to that one all entries must fit.
-    smallest = float(found.edges[np.argmax(np.cumsum(found.counts) > lost * total)])
+    smallest = float(found.edges[np.argmax(np.cumsum(found.counts) > max_lost_fraction * total)])
     largest = float(found.edges[np.flatnonzero(found.counts)[-1] + 1])
-    smallest_kept, beyond = lost_below(dtype), too_large(dtype)
+    smallest_kept, beyond = underflow_threshold(dtype), overflow_threshold(dtype)
     lowest = 0.0
     if smallest_kept:
         lowest = smallest_kept / smallest if smallest else math.inf

@@ -6,22 +6,28 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_choice, checked_int
+from optaxclip._base.arguments import check_choice, check_int
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, registered_state
+from optaxclip._base.states import (
+    REINIT_HINT,
+    StaticNames,
+    check_state,
+    register_state,
+    safe_increment,
+)
 from optaxclip._base.trees import FlatTree, dtype_of, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._border.crossing import Transformation, global_view, transformation
 from optaxclip._border.entries import as_arrays
 from optaxclip._border.entry_counts import num_counts
-from optaxclip._border.placement import grouped
-from optaxclip._engine.counts import counts_of_groups
-from optaxclip._engine.options import Options, PlaceOptions, takes
-from optaxclip._engine.plan import Plan, plan_of, weights_beside
-from optaxclip.scopes.leaves import Scope, as_scope
+from optaxclip._border.placement import apply_scope
+from optaxclip._engine.counts import compute_group_histograms
+from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._engine.plan import Plan, get_param_leaves, make_plan
+from optaxclip.scopes.leaves import Scope, resolve_scope
 
 
-@registered_state
+@register_state
 class HistogramState(NamedTuple):
     """State of `histogram`; `histograms` reads it.
 
@@ -35,23 +41,23 @@ class HistogramState(NamedTuple):
     """
 
     steps: Array
-    counted: Array
-    name: Names
-    names: Names
+    last_counted_step: Array
+    name: StaticNames
+    names: StaticNames
     counts: Array
 
     def after_skip(self, skip: Array) -> "HistogramState":
         """This state after a step, if a skip around the stage left it out."""
-        return self._replace(steps=increased(self.steps, skip))
+        return self._replace(steps=safe_increment(self.steps, skip))
 
 
-@takes(PlaceOptions)
+@clip_factory(ShardingOptions)
 def histogram(
     every: int = 100,
     *,
     scope: Scope | None = None,
     of: Literal["updates", "params"] = "updates",
-    **options: Unpack[PlaceOptions],
+    **options: Unpack[ShardingOptions],
 ) -> Transformation[HistogramState]:
     """Counts at some steps how many entries lie between neighbouring powers of two.
 
@@ -73,7 +79,7 @@ def histogram(
         None. With the scopes `axes` and `unit`, which divide a leaf into very many groups, a
         histogram is of the whole leaf.
       of: whether to count entries of the "updates" or of the "params".
-      **options: those that all transformations share, `optaxclip.PlaceOptions`; `histograms`
+      **options: those that all transformations share, `optaxclip.ShardingOptions`; `histograms`
         chooses among several by their `name`.
 
     Returns:
@@ -99,18 +105,18 @@ def histogram(
       >>> print(found.zeros, found.nonfinite, found.step)
       1 1 0
     """
-    every = checked_int(every, 1, "every")
-    checked_choice(of, ("updates", "params"), "of")
-    checked = Options.checked(**options)
-    chosen_scope = scopes.leaf() if scope is None else as_scope(scope)
+    every = check_int(every, 1, "every")
+    check_choice(of, ("updates", "params"), "of")
+    checked = Options.create(**options)
+    chosen_scope = scopes.leaf() if scope is None else resolve_scope(scope)
     name = checked.name
 
     def init(params: PyTree) -> HistogramState:
         flat = flatten(params, "params")
-        names = grouped(chosen_scope, flat, checked.told).names
+        names = apply_scope(chosen_scope, flat, checked.sharding_hints).names
         counts = jnp.zeros((len(names), 2, num_counts(wide=_is_wide(flat))), jnp.uint32)
         steps, counted = jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
-        return HistogramState(steps, counted, Names((name,)), names, counts)
+        return HistogramState(steps, counted, StaticNames((name,)), names, counts)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -118,37 +124,39 @@ def histogram(
         del extra_args
         check_state(state, HistogramState, name, updates=updates)
         flat = flatten(updates, "updates")
-        plan = plan_of(flat, chosen_scope, checked, state.names, state.counts.shape[-3])
-        leaves = flat.measured_leaves()
+        plan = make_plan(flat, chosen_scope, checked, state.names, state.counts.shape[-3])
+        leaves = flat.inexact_leaves()
         if of == "params":
             if params is None:
                 raise ValueError(
                     f"{name}: of='params' needs the parameters; pass them: "
                     "update(updates, state, params)"
                 )
-            leaves, plan = weights_beside(flat, params, plan, checked)
+            leaves, plan = get_param_leaves(flat, params, plan, checked)
         wide = state.counts.shape[-1] == num_counts(wide=True)
         if norm_dtype(map(dtype_of, leaves)) == jnp.float64 and not wide:
             raise ValueError(
                 f"{name}: the {of} have float64 leaves, and the params given to init had none. "
-                f"Call init with params of the dtypes that are counted. {FRESH_STATE}"
+                f"Call init with params of the dtypes that are counted. {REINIT_HINT}"
             )
-        steps, counted, counts = _written(
-            state.steps, state.counted, state.counts, leaves, plan=plan, every=every, wide=wide
+        steps, counted, counts = _write_counts(
+            state.steps, state.last_counted_step, state.counts, leaves, plan=plan, every=every, wide=wide
         )
         names = plan.grouping.names
-        return updates, state._replace(steps=steps, counted=counted, names=names, counts=counts)
+        return updates, state._replace(
+            steps=steps, last_counted_step=counted, names=names, counts=counts
+        )
 
     return transformation(init, update)
 
 
 def _is_wide(flat: FlatTree) -> bool:
     """Whether a leaf is 64-bit."""
-    return norm_dtype(map(dtype_of, flat.measured_leaves())) == jnp.float64
+    return norm_dtype(map(dtype_of, flat.inexact_leaves())) == jnp.float64
 
 
 @global_view(out_like=("steps", "counted", "counts"))
-def _written(
+def _write_counts(
     steps: Array,
     counted: Array,
     counts: Array,
@@ -162,7 +170,7 @@ def _written(
     leaves = lax.stop_gradient(as_arrays(leaves))
 
     def count(_: Any) -> tuple[Array, Array, Array]:
-        return jnp.zeros((), bool), steps, counts_of_groups(leaves, plan, wide=wide)
+        return jnp.zeros((), bool), steps, compute_group_histograms(leaves, plan, wide=wide)
 
     # A loop of at most one turn: under `vmap`, `lax.cond` would count at all steps, and the loop
     # turns only if a seed has to count.
@@ -170,4 +178,4 @@ def _written(
     is_due = (steps % every == 0) | (steps // every > counted // every)
     start = (is_due, counted, counts)
     _, counted, counts = lax.while_loop(lambda carry: carry[0], count, start)
-    return increased(steps, period=every), counted, counts
+    return safe_increment(steps, period=every), counted, counts

@@ -4,11 +4,17 @@ from typing import Any
 
 import numpy as np
 
-from optaxclip._base.arguments import near_miss
+from optaxclip._base.arguments import did_you_mean
 from optaxclip._base.types import PyTree
-from optaxclip.monitor.event_rows import NOT_RUN, VERDICTS, EventsState, Watched, judges_in
+from optaxclip.monitor.event_rows import NOT_RUN, VERDICTS, EventSource, EventsState, event_sources
 from optaxclip.monitor.recording import RecordState
-from optaxclip.monitor.states import lost_names, only_state, refuse_several, to_host, unboxed
+from optaxclip.monitor.states import (
+    check_not_vmapped,
+    fetch_to_host,
+    find_one_state,
+    names_lost_error,
+    unbox,
+)
 
 
 def history(
@@ -35,14 +41,14 @@ def history(
         step     | int64: 0 is the first update since `init`
         verdict  | "taken", "clipped", "not finite" (and not skipped), or "skipped"
         norm     | float32, as `metrics` has it: of leaves or groups, the worst one's
-        limit    | float32, the norm above which something is done
+        threshold    | float32, the norm above which something is done
         factor   | float32, what the gradient was multiplied by; 0 of a skipped step
         worst    | the name of the worst leaf or group
 
       These numbers are of the first clip or skip in the order of `read`, which is the outermost.
-      The fields of each other one begin with its name, `clip_by_global_norm/limit`. They are NaN,
+      The fields of each other one begin with its name, `clip_by_global_norm/threshold`. They are NaN,
       and its `worst` is empty, at steps at which it did not run, for example because a skip around
-      it left the step out. A skip that judges the loss has `loss` and `loss_limit` too. The verdict
+      it left the step out. A skip that judges the loss has `loss` and `loss_threshold` too. The verdict
       is on the whole step.
 
     Raises:
@@ -64,33 +70,37 @@ def history(
     if isinstance(state, EventsState):
         return _events(state, stat)
     kept = sorted(state.last)
-    chosen = _chosen(kept, stat)
+    chosen = _select_stat(kept, stat)
     _, rows = _rows(state.steps, state.ring)
     return rows if len(kept) == 1 else rows[:, kept.index(chosen)]
 
 
 def _rows(steps: Any, *rings: Any) -> list[Any]:
     """How many steps there were, and the rows of the last of them in each ring."""
-    steps, rings = to_host((unboxed(steps), [unboxed(ring) for ring in rings]), "history")
-    refuse_several(steps, "history")
+    steps, rings = fetch_to_host((unbox(steps), [unbox(ring) for ring in rings]), "history")
+    check_not_vmapped(steps, "history")
     # The oldest row of a full ring is the one to be written next.
     return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
 
 
-def _fields_of(judges: list[Watched]) -> list[list[str]]:
+def _fields_of(judges: list[EventSource]) -> list[list[str]]:
     """For each clip, skip and loss of a skip the names of its fields."""
     found = []
     for judge in judges:
         front = "" if judge.name == judges[0].name else f"{judge.name}/"
-        kinds = ("loss", "loss_limit") if judge.is_loss else ("norm", "limit", "factor", "worst")
+        kinds = (
+            ("loss", "loss_threshold")
+            if judge.is_loss
+            else ("norm", "threshold", "factor", "worst")
+        )
         found.append([f"{front}{kind}" for kind in kinds])
     return found
 
 
 def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[Any]]:
     """The events, or one field of them."""
-    steps, numbers, marks = _rows(state.steps, state.numbers, state.marks)
-    judges = judges_in(state.inner_state)
+    steps, numbers, marks = _rows(state.steps, state.numbers, state.flags)
+    judges = event_sources(state.inner_state)
     found: dict[str, Any] = {
         "step": np.arange(steps - len(marks), steps, dtype=np.int64),
         "verdict": np.array(VERDICTS)[marks[:, 0]],
@@ -103,26 +113,28 @@ def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[An
                 found[field] = np.where(worst == NOT_RUN, np.nan, numbers[:, i, number])
             elif stat in (None, field):
                 if not names and np.any(worst > 0):
-                    raise lost_names(f"the events of {judge.name} have lost the names of leaves")
+                    raise names_lost_error(
+                        f"the events of {judge.name} have lost the names of leaves"
+                    )
                 found[field] = np.array(["", *names])[np.maximum(worst, 0)]
     if stat is not None:
-        return found[_known(stat, list(found), "the events have")]
+        return found[_check_stat(stat, list(found), "the events have")]
     table = np.empty(len(marks), [(field, column.dtype) for field, column in found.items()])
     for field, column in found.items():
         table[field] = column
     return table
 
 
-def _chosen(kept: list[str], stat: str | None) -> str:
+def _select_stat(kept: list[str], stat: str | None) -> str:
     """The name of the statistic that the user asks for."""
     if stat is None and (len(kept) == 1 or "norm" in kept):
         return kept[0] if len(kept) == 1 else "norm"
-    return _known(stat, kept, "the record keeps")
+    return _check_stat(stat, kept, "the record keeps")
 
 
-def _known(stat: str | None, kept: list[str], has: str) -> str:
+def _check_stat(stat: str | None, kept: list[str], has: str) -> str:
     if stat not in kept:
-        hint = near_miss(stat, kept) if isinstance(stat, str) else ""
+        hint = did_you_mean(stat, kept) if isinstance(stat, str) else ""
         raise ValueError(f"stat must be one of {kept}, which {has}; got {stat!r}{hint}")
     return stat
 
@@ -151,10 +163,10 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
     """
     state = _only_record(opt_state, name)
     if isinstance(state, EventsState):
-        fields = _fields_of(judges_in(state.inner_state))
+        fields = _fields_of(event_sources(state.inner_state))
         return ("step", "verdict", *(field for each in fields for field in each))
-    if not state.names and unboxed(state.ring).size:
-        raise lost_names("the record has lost the names of its groups")
+    if not state.names and unbox(state.ring).size:
+        raise names_lost_error("the record has lost the names of its groups")
     return tuple(state.names)
 
 
@@ -164,4 +176,4 @@ def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsSta
         "in front of the clip for the raw norms, and pass the chain's state"
     )
     told = {"reader": "history", "what": "record", "missing": missing}
-    return only_state(opt_state, name, RecordState, EventsState, **told)
+    return find_one_state(opt_state, name, RecordState, EventsState, **told)

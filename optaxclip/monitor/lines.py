@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from optaxclip._base.arguments import short
+from optaxclip._base.arguments import short_repr
 from optaxclip._base.types import PyTree
-from optaxclip.monitor.reading import on_host
+from optaxclip.monitor.reading import scalars_on_host
 
 
 def json_line(
@@ -50,7 +50,7 @@ def json_line(
       >>> print(line.split(", ")[:3])
       ['{"step": 7', '"loss": 0.5', '"clip_by_global_norm/norm": null']
     """
-    found = on_host(opt_state, "", since, top, entries, "json_line")
+    found = scalars_on_host(opt_state, "", since, top, entries, "json_line")
     if twice := sorted(found.keys() & more.keys()):
         raise ValueError(f"{twice[0]!r} is the name of a scalar: give what is passed another one")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}
@@ -66,6 +66,6 @@ def _plain(value: Any, name: str) -> str | float | None:
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(
-        f"{name} must be a number, a string, a bool or None, got {short(value)} of type "
+        f"{name} must be a number, a string, a bool or None, got {short_repr(value)} of type "
         f"{type(value).__name__}"
     )

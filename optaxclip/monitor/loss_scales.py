@@ -6,9 +6,9 @@ from jax import Array
 
 import optaxclip._border.devices as devices
 from optaxclip._base.types import PyTree
-from optaxclip.methods.loss_scaling import LossScaleState, as_power
+from optaxclip.methods.loss_scaling import LossScaleState, round_to_pow2
 from optaxclip.methods.skipping import SkipState
-from optaxclip.monitor.states import described, unboxed, walk
+from optaxclip.monitor.states import describe_tree, iter_states, unbox
 
 
 def loss_scale(opt_state: PyTree) -> Array:
@@ -38,20 +38,20 @@ def loss_scale(opt_state: PyTree) -> Array:
       >>> print(loss_scale(tx.init(jnp.ones(3))))
       32768.0
     """
-    _refuse_what_keeps_it(opt_state)
-    found = [state for _, state in walk(opt_state, (LossScaleState,))]
+    _check_wrappers(opt_state)
+    found = [state for _, state in iter_states(opt_state, (LossScaleState,))]
     if len(found) != 1:
         count = f"{len(found)} of them" if found else "none"
         raise ValueError(
             "monitor.loss_scale takes an optimizer's state that holds one state of scale_loss, and "
-            f"finds {count} in what it got: {described(opt_state)}. Put scale_loss around the "
+            f"finds {count} in what it got: {describe_tree(opt_state)}. Put scale_loss around the "
             "optimizer, and pass opt_state, a TrainState or an nnx.Optimizer"
         )
     (state,) = found
-    return as_power(devices.to_device(unboxed(state.loss_scale)))
+    return round_to_pow2(devices.put_on_device(unbox(state.loss_scale)))
 
 
-def _refuse_what_keeps_it(opt_state: PyTree) -> None:
+def _check_wrappers(opt_state: PyTree) -> None:
     """Refuses a wrapper around `scale_loss` that would not let it see a step that overflowed."""
     keepers = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, (LossScaleState, *keepers)))

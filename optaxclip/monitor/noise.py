@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import checked_name, makes_transformation
+from optaxclip._base.arguments import check_name, transformation_factory
 from optaxclip._base.numerics import select
-from optaxclip._base.states import Names, check_state, increased, registered_state
+from optaxclip._base.states import StaticNames, check_state, register_state, safe_increment
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._border.crossing import Transformation, transformation
-from optaxclip.thresholds.base import as_float
-from optaxclip.thresholds.checks import checked_decay
+from optaxclip.thresholds.base import cast_to_float32
+from optaxclip.thresholds.checks import check_decay
 
 
-@registered_state
+@register_state
 class NoiseSums(NamedTuple):
     """Two estimates from the gradients of the parts of one batch; each is unbiased.
 
@@ -36,7 +36,7 @@ class NoiseSums(NamedTuple):
     variance: Array
 
 
-@registered_state
+@register_state
 class NoiseScaleState(NamedTuple):
     """State of `noise_scale`.
 
@@ -48,7 +48,7 @@ class NoiseScaleState(NamedTuple):
     """
 
     steps: Array
-    name: Names
+    name: StaticNames
     signal: Array
     variance: Array
 
@@ -61,12 +61,12 @@ class NoiseScaleState(NamedTuple):
 def scale_of(steps: Any, signal: Any, variance: Any) -> Any:
     """The ratio of averages of sums, in JAX or, for arrays of NumPy, in NumPy."""
     xp = jnp if isinstance(signal, jax.Array) else np
-    shows = signal > 0
-    ratio = xp.where(shows, variance, xp.inf) / xp.where(shows, signal, 1)
+    has_signal = signal > 0
+    ratio = xp.where(has_signal, variance, xp.inf) / xp.where(has_signal, signal, 1)
     return xp.where(steps > 0, xp.maximum(ratio, 0), xp.nan)
 
 
-@makes_transformation()
+@transformation_factory()
 def noise_scale(
     decay: ArrayLike = 0.99, *, name: str = "noise_scale"
 ) -> Transformation[NoiseScaleState]:
@@ -111,36 +111,38 @@ def noise_scale(
       >>> print(f"about {monitor.scalars(state)['noise_scale/scale']:.0f}")
       about 16
     """
-    decay, name = checked_decay(decay, "decay"), checked_name(name)
+    decay, name = check_decay(decay, "decay"), check_name(name)
 
     def init(params: PyTree) -> NoiseScaleState:
         del params
         zeros = (jnp.zeros((), jnp.float32) for _ in range(2))
-        return NoiseScaleState(jnp.zeros((), jnp.int32), Names((name,)), *zeros)
+        return NoiseScaleState(jnp.zeros((), jnp.int32), StaticNames((name,)), *zeros)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, NoiseScaleState]:
         del params
         check_state(state, NoiseScaleState, name, updates=updates)
-        noise = NoiseSums(*(as_float(x) for x in _given(extra_args, name)))
+        noise = NoiseSums(*(cast_to_float32(x) for x in _noise_sums_from(extra_args, name)))
         is_finite = jnp.isfinite(noise.signal) & jnp.isfinite(noise.variance)
-        steps = increased(state.steps, is_finite)
+        steps = safe_increment(state.steps, is_finite)
         number = jnp.maximum(steps, 1).astype(jnp.float32)
         # (1 - decay) / (1 - decay**number): the weight of the newest of `number` estimates.
-        share = jnp.expm1(jnp.log(as_float(decay))) / jnp.expm1(number * jnp.log(as_float(decay)))
+        share = jnp.expm1(jnp.log(cast_to_float32(decay))) / jnp.expm1(
+            number * jnp.log(cast_to_float32(decay))
+        )
 
-        def averaged(old: Array, new: Array) -> Array:
+        def average(old: Array, new: Array) -> Array:
             # A new sum that is not finite is replaced first: `jax_debug_nans` stops at a NaN.
             return old + share * (jnp.where(is_finite, new, old) - old)
 
-        signal, variance = map(averaged, (state.signal, state.variance), noise)
+        signal, variance = map(average, (state.signal, state.variance), noise)
         return updates, state._replace(steps=steps, signal=signal, variance=variance)
 
     return transformation(init, update)
 
 
-def _given(extra_args: dict[str, Any], name: str) -> NoiseSums:
+def _noise_sums_from(extra_args: dict[str, Any], name: str) -> NoiseSums:
     """The sums among an update's extra arguments."""
     noise = extra_args.get("noise")
     if noise is None:
@@ -155,7 +157,7 @@ def _given(extra_args: dict[str, Any], name: str) -> NoiseSums:
     return noise
 
 
-def known_where(known: Array, x: Array) -> Array:
+def where_or_nan(known: Array, x: Array) -> Array:
     """`x`, or NaN where `known` is False.
 
     `jax_debug_nans` does not stop here in eager mode, because an unknown number is not an error.
@@ -164,7 +166,7 @@ def known_where(known: Array, x: Array) -> Array:
         return select(known, x, jnp.nan)
 
 
-def unknown(like: Array) -> Array:
+def nan_like(like: Array) -> Array:
     """NaN, shaped and typed as `like`; `jax_debug_nans` does not stop at it in eager mode."""
     with jax.debug_nans(False):
         return jnp.full_like(like, jnp.nan)

@@ -9,18 +9,18 @@ import numpy as np
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import checked_bool, checked_int
+from optaxclip._base.arguments import check_bool, check_int
 from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip.methods.skipping import SkipState
-from optaxclip.monitor.counting import records_for_log, since_earlier
+from optaxclip.monitor.counting import loggable_records, subtract_counts
 from optaxclip.monitor.states import (
-    keys_of,
+    fetch_to_host,
     learning_rates,
-    lost_names,
     name_of,
+    names_lost_error,
     records,
-    to_host,
-    unboxed,
+    unbox,
+    unique_keys,
 )
 from optaxclip.monitor.summaries import (
     NUMBERS,
@@ -97,8 +97,8 @@ def read(opt_state: PyTree) -> Records:
         if isinstance(state, SkipState) and state.loss:
             places.append((path, (name_of(state), "loss")))
             infos.append(state.loss.info)
-    rows = zip(keys_of(places), infos, strict=True)
-    return Records({key: ClipInfo(*map(unboxed, info)) for key, info in rows})
+    rows = zip(unique_keys(places), infos, strict=True)
+    return Records({key: ClipInfo(*map(unbox, info)) for key, info in rows})
 
 
 def metrics(
@@ -112,19 +112,19 @@ def metrics(
     """The records as a flat dict of scalars; it works inside of the compiled step too.
 
     A name is made of the transformation's name, the kind of number, and the label if it is a clip
-    by labels: `clip_by_global_norm/limit`, `clip_by_group_norm/norm/actor`.
+    by labels: `clip_by_global_norm/threshold`, `clip_by_group_norm/norm/actor`.
 
       number           | of   | what                                       | of many entries
       -----------------|------|--------------------------------------------|-----------------
       norm             | both | the norm before clipping                   | of the worst one
-      limit            | both | the norm above which something is done     | of the worst one
+      threshold            | both | the norm above which something is done     | of the worst one
       factor           | both | what the gradient was multiplied by        | of the worst one
       clipped_norm     | both | norm * factor, the norm that went on       | of the worst one
       clipped_fraction | clip | num_clipped / steps                        | the largest
       num_clipped      | clip | steps so far with a clip                   | the largest
       num_nonfinite    | both | steps so far with a norm not finite        | the largest
       num_skipped      | skip | steps so far that were skipped             | the largest
-      loss, loss_limit | skip | the loss and its limit, where it is judged | furthest above
+      loss, loss_threshold | skip | the loss and its threshold, where it is judged | furthest above
       loss_scale       | skip | of `scale_loss`: that of the next step     | the smallest
       steps            | clip | steps so far                               | the largest
       learning_rate    |      | what `optax.inject_hyperparams` keeps      | the largest
@@ -149,7 +149,7 @@ def metrics(
     back, the share is NaN and `steps` is below 0.
 
     With `top`, each clip and record that has several leaves or groups shows numbers of the worst of
-    them too, the worst first: `clip_by_norm/top/0/norm`, `limit`, `factor` and `clipped_norm`, and
+    them too, the worst first: `clip_by_norm/top/0/norm`, `threshold`, `factor` and `clipped_norm`, and
     all statistics of a record, `record/top/0/share`. A record sorts them by their norms, or, if it
     keeps none, by the first of its statistics in the order of its table. `record/top/0/index` says
     which leaf it is: its name is `history_names(state)[index]`, for a clip
@@ -159,8 +159,8 @@ def metrics(
     Each label has numbers of its own (scopes `group` and `muon`). With `entries`, so has each leaf,
     and each layer of a stack: `clip_by/norm/layers/00`. Otherwise there may be very many leaves,
     units, or states under `vmap`, so one number stands for all of them. The worst entry is the one
-    with the largest ratio of norm to limit, of equal ones (to rounding) the first; a norm that is
-    not finite and a limit of 0 are worse than all others. The limit is inf before the first step,
+    with the largest ratio of norm to threshold, of equal ones (to rounding) the first; a norm that is
+    not finite and a threshold of 0 are worse than all others. The threshold is inf before the first step,
     and always for `skip_nonfinite`.
 
     The names depend on the transformations alone and are the same at every step. If several
@@ -199,16 +199,16 @@ def metrics(
       >>> print(found["train/clip_by_group_norm/norm/actor"])
       5.0
     """
-    found = records_for_log(opt_state, "metrics")
+    found = loggable_records(opt_state, "metrics")
     labels = _labels(found, entries)
-    numbers = _checked(since_earlier(found, since), top), learning_rates(opt_state)
-    arrays, rates = devices.to_device(numbers)
+    numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
+    arrays, rates = devices.put_on_device(numbers)
     rows = zip(arrays, labels, strict=True)
     summaries = [
         summary_on_device(*numbers, with_labels=bool(names), top=top) for numbers, names in rows
     ]
     rates = {name: jnp.max(jnp.asarray(rate)) for name, rate in rates.items()}
-    return _named(found, summaries, labels, rates, prefix)
+    return _flatten_names(found, summaries, labels, rates, prefix)
 
 
 @overload
@@ -267,7 +267,7 @@ def scalars(
       >>> for name, value in scalars(opt_state).items():
       ...     print(f"{name} {value:.1f}")
       clip_by_global_norm/norm 5.0
-      clip_by_global_norm/limit 1.0
+      clip_by_global_norm/threshold 1.0
       clip_by_global_norm/factor 0.2
       clip_by_global_norm/clipped_norm 1.0
       clip_by_global_norm/clipped_fraction 1.0
@@ -282,30 +282,30 @@ def scalars(
       w 5.0
       v 2.0
     """
-    return on_host(opt_state, prefix, since, top, entries, "scalars")
+    return scalars_on_host(opt_state, prefix, since, top, entries, "scalars")
 
 
-def on_host(
+def scalars_on_host(
     opt_state: PyTree, prefix: str, since: PyTree | None, top: int, entries: bool, caller: str
 ) -> dict[str, Any]:
     """What `scalars` gives; messages name the `caller`."""
-    found = records_for_log(opt_state, caller)
+    found = loggable_records(opt_state, caller)
     labels = _labels(found, entries)
-    numbers = _checked(since_earlier(found, since), top), learning_rates(opt_state)
-    arrays, rates = to_host(numbers, caller)
+    numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
+    arrays, rates = fetch_to_host(numbers, caller)
     rows = zip(arrays, labels, strict=True)
     summaries = [summary(*numbers, with_labels=bool(names), top=top) for numbers, names in rows]
     rates = {name: np.max(rate) for name, rate in rates.items()}
-    numbers = _named(found, summaries, labels, rates, prefix, of_entries=_name)
+    numbers = _flatten_names(found, summaries, labels, rates, prefix, of_entries=_name)
     return {name: x if isinstance(x, str) else float(x) for name, x in numbers.items()}
 
 
 Numbers: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def _checked(numbers: Numbers, top: int) -> Numbers:
+def _check_records(numbers: Numbers, top: int) -> Numbers:
     """The numbers of all records; `top` needs some that have entries."""
-    if checked_int(top, 0, "top") and not any(has_entries(kept) for kept, _ in numbers):
+    if check_int(top, 0, "top") and not any(has_entries(kept) for kept, _ in numbers):
         raise ValueError(
             f"top={top} asks for the worst leaves or groups, and no clip or record in the state "
             "has numbers of several: put monitor.record(scope=scopes.leaf()) in front of the clip"
@@ -315,7 +315,7 @@ def _checked(numbers: Numbers, top: int) -> Numbers:
 
 def _labels(found: Mapping[str, Recorded], entries: bool) -> list[tuple[str, ...]]:
     """For each record, the entries that have numbers of their own."""
-    entries = checked_bool(entries, "entries")
+    entries = check_bool(entries, "entries")
     return [labels_of(state, entries) for state in found.values()]
 
 
@@ -329,11 +329,11 @@ def _name(state: Recorded, index: Any) -> dict[str, Any]:
     """The name of an entry, which only the host can show."""
     names = names_of(state)
     if not names:
-        raise lost_names(f"{name_of(state)} has lost the names of its leaves")
+        raise names_lost_error(f"{name_of(state)} has lost the names of its leaves")
     return {"name": names[int(index)]}
 
 
-def _named(
+def _flatten_names(
     states: Mapping[str, Recorded],
     summaries: Sequence[Summary],
     labels: Sequence[tuple[str, ...]],

@@ -9,23 +9,29 @@ from jax import Array
 
 import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_bool, checked_int, near_miss
-from optaxclip._base.numerics import narrowed
-from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, registered_state
+from optaxclip._base.arguments import check_bool, check_int, did_you_mean
+from optaxclip._base.numerics import saturating_cast
+from optaxclip._base.states import (
+    REINIT_HINT,
+    StaticNames,
+    check_state,
+    register_state,
+    safe_increment,
+)
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
 from optaxclip._border.crossing import Transformation, global_view, transformation
-from optaxclip._border.placement import grouped
-from optaxclip._engine.options import Options, PlaceOptions, takes
-from optaxclip._engine.plan import plan_of
-from optaxclip.monitor.states import check_ring
-from optaxclip.monitor.statistics import STATISTICS, recorded_statistics
+from optaxclip._border.placement import apply_scope
+from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._engine.plan import make_plan
+from optaxclip.monitor.states import check_ring_buffer
+from optaxclip.monitor.statistics import STATISTICS, compute_statistics
 from optaxclip.norms import Norm
-from optaxclip.scopes.leaves import Scope, as_scope
-from optaxclip.thresholds.losses import loss_among
+from optaxclip.scopes.leaves import Scope, resolve_scope
+from optaxclip.thresholds.losses import loss_from_extra_args
 
 
-@registered_state
+@register_state
 class RecordState(NamedTuple):
     """State of `record`.
 
@@ -46,8 +52,8 @@ class RecordState(NamedTuple):
 
     steps: Array
     num_skipped: Array
-    name: Names
-    names: Names
+    name: StaticNames
+    names: StaticNames
     last: dict[str, Array]
     ring: Array
 
@@ -59,7 +65,9 @@ class RecordState(NamedTuple):
         return self._replace(steps=steps, num_skipped=num_skipped, last=last, ring=ring)
 
 
-@takes(PlaceOptions, instead={"per_leaf": "scope=scopes.leaf()", "ratio": "stats='ratio'"})
+@clip_factory(
+    ShardingOptions, instead={"per_leaf": "scope=scopes.leaf()", "ratio": "stats='ratio'"}
+)
 def record(
     window: int = 1000,
     *,
@@ -67,7 +75,7 @@ def record(
     stats: str | Sequence[str] = ("norm",),
     loss: bool = False,
     norm: str | Norm = "l2",
-    **options: Unpack[PlaceOptions],
+    **options: Unpack[ShardingOptions],
 ) -> Transformation[RecordState]:
     """Keeps statistics of the last steps on the device; updates pass through untouched.
 
@@ -105,7 +113,7 @@ def record(
       loss: whether to keep the loss in place of statistics; the update takes it as `value=` or
         `loss=`.
       norm: the norm of "norm", "param_norm" and "ratio", as in `optaxclip.clip_by`.
-      **options: those that all transformations share, `optaxclip.PlaceOptions`; `history` chooses
+      **options: those that all transformations share, `optaxclip.ShardingOptions`; `history` chooses
         among several records by their `name`.
 
     Returns:
@@ -133,25 +141,28 @@ def record(
       >>> print(monitor.history_names(state), monitor.history(state, stat="share").round(2))
       ('body', 'head') [[0.18 0.82]]
     """
-    window = checked_int(window, 1, "window")
-    checked = Options.checked(norm=norm, **options)
-    kept = _checked_stats(stats)
-    chosen_scope = scopes.tree() if scope is None else as_scope(scope)
-    if checked_bool(loss, "loss") and (scope is not None or kept != ("norm",)):
+    window = check_int(window, 1, "window")
+    checked = Options.create(norm=norm, **options)
+    kept = _check_stats(stats)
+    chosen_scope = scopes.tree() if scope is None else resolve_scope(scope)
+    if check_bool(loss, "loss") and (scope is not None or kept != ("norm",)):
         raise ValueError("loss cannot be kept with scope or stats: chain a second record for those")
     name = checked.name
 
     def init(params: PyTree) -> RecordState:
-        columns, names, keys = (), Names(("loss",)), ("loss",)
+        columns, names, keys = (), StaticNames(("loss",)), ("loss",)
         if not loss:
-            grouping, keys = grouped(chosen_scope, flatten(params, "params"), checked.told), kept
+            grouping, keys = (
+                apply_scope(chosen_scope, flatten(params, "params"), checked.sharding_hints),
+                kept,
+            )
             names = grouping.names
             columns = () if grouping.layout == "scalar" else (len(names),)
         last = {key: jnp.zeros(columns, jnp.float32) for key in keys}
         rows = (window, len(keys)) if len(keys) > 1 else (window,)
         ring = jnp.zeros((*rows, *columns), jnp.float32)
         zero = jnp.zeros((), jnp.int32)
-        return RecordState(zero, jnp.zeros((), jnp.int32), Names((name,)), names, last, ring)
+        return RecordState(zero, jnp.zeros((), jnp.int32), StaticNames((name,)), names, last, ring)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -161,35 +172,38 @@ def record(
         if sorted(state.last) != list(keys):
             raise ValueError(
                 f"{name}: the state was made by another record: it holds the statistics "
-                f"{sorted(state.last)}, and this record keeps {list(keys)}. {FRESH_STATE}"
+                f"{sorted(state.last)}, and this record keeps {list(keys)}. {REINIT_HINT}"
             )
         absent = None
         if loss:
-            found, names = {"loss": loss_among(extra_args, name, checked.axis_names)}, state.names
+            found, names = (
+                {"loss": loss_from_extra_args(extra_args, name, checked.axis_names)},
+                state.names,
+            )
         else:
             flat, size = flatten(updates, "updates"), next(iter(state.last.values())).size
-            plan = plan_of(flat, chosen_scope, checked, state.names, size)
-            found = recorded_statistics(flat, params, plan, kept, checked)
+            plan = make_plan(flat, chosen_scope, checked, state.names, size)
+            found = compute_statistics(flat, params, plan, kept, checked)
             names = plan.grouping.names
-            if plan.grouping.layout != "scalar" and not all(plan.grouping.present):
-                absent = ~np.array(plan.grouping.present)
+            if plan.grouping.layout != "scalar" and not all(plan.grouping.has_leaves):
+                absent = ~np.array(plan.grouping.has_leaves)
         rows = (window, len(found)) if len(found) > 1 else (window,)
         shape = (*rows, *jnp.shape(next(iter(found.values()))))
-        check_ring(state.ring, shape, name, "another record")
-        steps, last, ring = _written(state.steps, state.last, state.ring, found, absent)
+        check_ring_buffer(state.ring, shape, name, "another record")
+        steps, last, ring = _append_row(state.steps, state.last, state.ring, found, absent)
         return updates, state._replace(steps=steps, names=names, last=last, ring=ring)
 
     return transformation(init, update)
 
 
-def _checked_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
+def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
     """The names of statistics, sorted."""
     given = (stats,) if isinstance(stats, str) else stats
     if not isinstance(given, Sequence) or not all(isinstance(stat, str) for stat in given):
         raise TypeError(f"stats must be a name or several, of {list(STATISTICS)}; got {stats!r}")
     for stat in given:
         if stat not in STATISTICS:
-            hint = near_miss(stat, STATISTICS)
+            hint = did_you_mean(stat, STATISTICS)
             raise ValueError(f"stats must be among {list(STATISTICS)}, got {stat!r}{hint}")
     if not given or len(set(given)) < len(given):
         raise ValueError(
@@ -206,18 +220,18 @@ def _after_skip(
     at = steps % len(ring)
     ring = ring.at[at].set(jnp.where(skip, jnp.nan, ring[at]))
     last = {key: jnp.where(skip, jnp.nan, x).astype(x.dtype) for key, x in last.items()}
-    steps = increased(steps, skip, period=len(ring))
-    return steps, increased(num_skipped, skip), last, ring
+    steps = safe_increment(steps, skip, period=len(ring))
+    return steps, safe_increment(num_skipped, skip), last, ring
 
 
 @global_view(out_like=("steps", "old", "ring"))
-def _written(
-    steps: Array, old: dict[str, Array], ring: Array, found: dict[str, Array], absent: Any
+def _append_row(
+    steps: Array, old: dict[str, Array], ring: Array, found: dict[str, Array], is_absent: Any
 ) -> tuple[Array, dict[str, Array], Array]:
     """Steps, last statistics and ring after one more row; `absent` groups have no leaves."""
-    last = {key: narrowed(found[key], ring.dtype) for key in sorted(found)}
+    last = {key: saturating_cast(found[key], ring.dtype) for key in sorted(found)}
     row = devices.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
     ring = ring.at[steps % len(ring)].set(row)
-    if absent is not None:
-        last = {key: jnp.where(absent, -jnp.inf, x) for key, x in last.items()}
-    return increased(steps, period=len(ring)), devices.in_place_of(old, last), ring
+    if is_absent is not None:
+        last = {key: jnp.where(is_absent, -jnp.inf, x) for key, x in last.items()}
+    return safe_increment(steps, period=len(ring)), devices.reuse_buffers(old, last), ring

@@ -9,32 +9,32 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
-from optaxclip._base.arguments import near_miss
-from optaxclip._base.states import FRESH_STATE, GIVE_BACK, Names
+from optaxclip._base.arguments import did_you_mean
+from optaxclip._base.states import REINIT_HINT, RESTORE_NAMES_HINT, StaticNames
 from optaxclip._base.trees import leaf_name
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.loss_scaling import LossScaleState
 from optaxclip.methods.skipping import LossState, SkipState
 
 NAME_FIELDS = {"name", "names", "leaves"}
-OFTEN_EMPTY = {"rule", "loss", "inner_state", "skip_state"}
+FIELDS_WITHOUT_ARRAYS = {"rule", "loss", "inner_state", "skip_state"}
 """Fields without arrays, which Flax leaves out where it makes dicts of states."""
 
 
 def find(tree: PyTree, *kinds: Any) -> dict[str, Any]:
     """The states of the given kinds under their keys."""
-    found = list(walk(tree, kinds))
-    keys = keys_of([(path, (name_of(state),)) for path, state in found])
+    found = list(iter_states(tree, kinds))
+    keys = unique_keys([(path, (name_of(state),)) for path, state in found])
     return dict(zip(keys, (state for _, state in found), strict=True))
 
 
 def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any]]:
     """The states that hold the record of a clip or a skip, or are of one more kind, with paths."""
-    found = list(walk(opt_state, (ClipState, SkipState, *more)))
+    found = list(iter_states(opt_state, (ClipState, SkipState, *more)))
     if not found:
         raise ValueError(
             f"monitor.{caller} takes an optimizer's state that holds the record of a clip or a "
-            f"skip, and finds none in what it got: {described(opt_state)}. Pass opt_state, a "
+            f"skip, and finds none in what it got: {describe_tree(opt_state)}. Pass opt_state, a "
             "TrainState or an nnx.Optimizer. (optaxclip.clip, clip_by_value and "
             "clip_by_second_moment keep no record, nor does anything with record=False; what "
             "monitor.record keeps is read by monitor.history, and by metrics and scalars.)"
@@ -42,7 +42,7 @@ def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any
     return found
 
 
-def only_state(
+def find_one_state(
     opt_state: PyTree, name: str | None, *kinds: type, reader: str, what: str, missing: str
 ) -> Any:
     """The only state of these kinds, or the only one that has the name.
@@ -66,7 +66,7 @@ def only_state(
         raise ValueError(missing)
     names = [name_of(state) for state in found]
     if name is not None and not fitting:
-        hint = near_miss(str(name), names)
+        hint = did_you_mean(str(name), names)
         raise ValueError(f"name must be that of a {what}, one of {names}; got {name!r}{hint}")
     remedy = f"pass {reader} the name of one"
     if len(set(names)) < len(names):
@@ -74,7 +74,7 @@ def only_state(
     raise ValueError(f"the state holds several {what}s, with the names {names}: {remedy}")
 
 
-def refuse_several(steps: Any, reader: str) -> None:
+def check_not_vmapped(steps: Any, reader: str) -> None:
     """Refuses the state of several seeds under `vmap`, whose counter of steps has axes."""
     if np.ndim(steps):
         one = "jax.tree.map(lambda x: x[0], opt_state)"
@@ -88,10 +88,10 @@ def learning_rates(opt_state: PyTree) -> dict[str, Any]:
         names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
         if ("hyperparams", "learning_rate") in itertools.pairwise(names):
             found.append(x)
-    return dict(zip(numbered(["learning_rate"] * len(found)), found, strict=True))
+    return dict(zip(deduplicate(["learning_rate"] * len(found)), found, strict=True))
 
 
-def keys_of(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
+def unique_keys(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
     """A key for each path and the names that belong to it; all keys are different."""
     simple, exact = [], []
     for path, names in places:
@@ -99,10 +99,10 @@ def keys_of(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
         exact.append("/".join((keystr(path), *names)))
     if len(set(simple)) == len(simple):
         return simple
-    return numbered(exact)
+    return deduplicate(exact)
 
 
-def numbered(names: Sequence[str]) -> list[str]:
+def deduplicate(names: Sequence[str]) -> list[str]:
     """The names, made different: the second and later ones of equal names get a number."""
     given: dict[str, None] = {}
     for name in names:
@@ -114,28 +114,28 @@ def numbered(names: Sequence[str]) -> list[str]:
     return list(given)
 
 
-def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def iter_states(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """All states of the given kinds, with their paths; a state comes before those inside of it.
 
     If both kinds are asked for, the skip inside of a `LossScaleState` does not come a second time.
     """
     stop = (*kinds, SkipState)
     pairs = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: isinstance(_whole(x, stop), stop)
+        tree, is_leaf=lambda x: isinstance(_restore_if_dict(x, stop), stop)
     )
     for rest, node in pairs:
-        state = _whole(node, stop)
-        _refuse_deleted(state)
+        state = _restore_if_dict(node, stop)
+        _check_not_deleted(state)
         if isinstance(state, tuple(kinds)):
             yield (*path, *rest), state
         if isinstance(state, LossScaleState):
             rest, state = (*rest, GetAttrKey("skip")), state.skip
         if hasattr(state, "inner_state"):
             inside = (*path, *rest, GetAttrKey("inner_state"))
-            yield from walk(state.inner_state, kinds, inside)
+            yield from iter_states(state.inner_state, kinds, inside)
 
 
-def _refuse_deleted(state: Any) -> None:
+def _check_not_deleted(state: Any) -> None:
     """Refuses the state of a transformation whose arrays a compiled step was given to use."""
     fields = getattr(state, "_fields", ())
     own = [getattr(state, field) for field in fields if field not in ("inner_state", "skip")]
@@ -151,12 +151,12 @@ def is_deleted(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
-def _whole(node: Any, kinds: Sequence[Any]) -> Any:
+def _restore_if_dict(node: Any, kinds: Sequence[Any]) -> Any:
     """The state of one of these kinds, if Flax has turned it into the dict `node`; else `node`."""
     for kind in kinds:
         if _has_fields(node, kind) and ("info" not in node or _has_fields(node["info"], ClipInfo)):
             name = kind.__name__.removesuffix("State").lower()
-            return _put_together(node, kind, Names((name,)))
+            return _state_from_dict(node, kind, StaticNames((name,)))
     return node
 
 
@@ -165,18 +165,18 @@ def _has_fields(node: Any, kind: Any) -> bool:
     if not isinstance(node, Mapping):
         return False
     keys, fields = set(node), set(kind._fields)
-    return fields - NAME_FIELDS - OFTEN_EMPTY <= keys <= fields
+    return fields - NAME_FIELDS - FIELDS_WITHOUT_ARRAYS <= keys <= fields
 
 
-def _put_together(node: Mapping[str, Any], kind: Any, name: Names) -> Any:
+def _state_from_dict(node: Mapping[str, Any], kind: Any, name: StaticNames) -> Any:
     known = {key: value for key, value in node.items() if key not in NAME_FIELDS}
     if "info" in known:
-        known["info"] = _put_together(known["info"], ClipInfo, name)
+        known["info"] = _state_from_dict(known["info"], ClipInfo, name)
     if known.get("loss"):
-        known["loss"] = _put_together(known["loss"], LossState, name)
+        known["loss"] = _state_from_dict(known["loss"], LossState, name)
     if "skip" in known:
-        known["skip"] = _put_together(known["skip"], SkipState, Names(("skip",)))
-    known |= {"name": name, "names": Names(), "leaves": Names()}
+        known["skip"] = _state_from_dict(known["skip"], SkipState, StaticNames(("skip",)))
+    known |= {"name": name, "names": StaticNames(), "leaves": StaticNames()}
     return kind(**{field: known.get(field, ()) for field in kind._fields})
 
 
@@ -185,7 +185,7 @@ def name_of(state: Any) -> str:
     return next(iter(state.info.name if hasattr(state, "info") else state.name))
 
 
-def described(tree: PyTree) -> str:
+def describe_tree(tree: PyTree) -> str:
     """What a tree is, for a message: its type and its first leaves."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     names = ", ".join(f"'{leaf_name(path)}'" for path in paths[:3])
@@ -193,26 +193,26 @@ def described(tree: PyTree) -> str:
     return f"{type(tree).__name__}, {of_leaves}"
 
 
-def lost_names(what: str) -> ValueError:
+def names_lost_error(what: str) -> ValueError:
     """The error for what has lost its names."""
     return ValueError(
         f"{what}, which Flax and optax.tree_map_params do not keep: pass the nnx.Optimizer in "
-        f"place of its nnx.state, or {GIVE_BACK}"
+        f"place of its nnx.state, or {RESTORE_NAMES_HINT}"
     )
 
 
-def check_ring(ring: Any, shape: tuple[int, ...], name: str, others: str) -> None:
+def check_ring_buffer(ring: Any, shape: tuple[int, ...], name: str, made_by: str) -> None:
     """Checks that a ring of rows has the shape that is kept now, not that of `others`."""
-    held = tuple(unboxed(ring).shape)
+    held = tuple(unbox(ring).shape)
     if held != shape:
         before, now = (f"the last {x[0]} steps as {[*x]}" for x in (held, shape))
         raise ValueError(
-            f"{name}: the state was made by {others}: it keeps {before}, and kept here are {now}. "
-            f"Pass the window and the scope, or the clips, that it was made with. {FRESH_STATE}"
+            f"{name}: the state was made by {made_by}: it keeps {before}, and kept here are {now}. "
+            f"Pass the window and the scope, or the clips, that it was made with. {REINIT_HINT}"
         )
 
 
-def unboxed(value: Any) -> Any:
+def unbox(value: Any) -> Any:
     """The array inside of a box; any other value as it is.
 
     An `nnx.Optimizer` puts boxes around the fields of states.
@@ -221,7 +221,7 @@ def unboxed(value: Any) -> Any:
     return leaves[0] if len(leaves) == 1 else value
 
 
-def to_host(arrays: PyTree, caller: str) -> PyTree:
+def fetch_to_host(arrays: PyTree, caller: str) -> PyTree:
     """The arrays in NumPy, after one transfer."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError(

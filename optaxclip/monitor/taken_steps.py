@@ -10,10 +10,10 @@ from jax import Array
 import optaxclip._border.devices as devices
 from optaxclip._base.types import PyTree
 from optaxclip.methods.skipping import SkipState
-from optaxclip.monitor.states import described, unboxed, walk
+from optaxclip.monitor.states import describe_tree, iter_states, unbox
 
 
-def taken(opt_state: PyTree) -> Array:
+def step_was_applied(opt_state: PyTree) -> Array:
     """Whether the last step was taken, not skipped; it works inside of the compiled step too.
 
     A skip leaves the parameters and the optimizer's state as they were. It does not know what else
@@ -22,7 +22,7 @@ def taken(opt_state: PyTree) -> Array:
     not taken::
 
       updates, opt_state = tx.update(grads, opt_state, params)
-      batch_stats = optax.tree.where(monitor.taken(opt_state), new_batch_stats, batch_stats)
+      batch_stats = optax.tree.where(monitor.step_was_applied(opt_state), new_batch_stats, batch_stats)
 
     `taken` says what became of the step, not whether it was good: a step that a skip took after all
     (`max_consecutive`) was taken. If there are several skips, all must have taken it. If they are
@@ -56,8 +56,8 @@ def taken(opt_state: PyTree) -> Array:
     flags = list(_flags(opt_state))
     if not flags:
         raise ValueError(
-            "monitor.taken takes an optimizer's state that holds a skip, and finds none in what it "
-            f"got: {described(opt_state)}. Put skip_nonfinite, skip_above or scale_loss around the "
+            "monitor.step_was_applied takes an optimizer's state that holds a skip, and finds none in what it "
+            f"got: {describe_tree(opt_state)}. Put skip_nonfinite, skip_above or scale_loss around the "
             "optimizer, and pass opt_state, a TrainState or an nnx.Optimizer. (The state of "
             "optax.apply_if_finite does not say whether it took a step.)"
         )
@@ -67,17 +67,17 @@ def taken(opt_state: PyTree) -> Array:
 def _flags(tree: PyTree) -> Iterator[Array]:
     """For each skip in a state, whether it took the last step that reached it."""
     kinds = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
-    for _, state in walk(tree, kinds):
+    for _, state in iter_states(tree, kinds):
         if isinstance(state, SkipState):
-            yield devices.to_device(unboxed(state.info.factor)) > 0
+            yield devices.put_on_device(unbox(state.info.factor)) > 0
         elif isinstance(state, optax.ApplyIfFiniteState):
             # A step that `apply_if_finite` rejects does not reach the skips inside of it.
-            was_asked = devices.to_device(unboxed(state.last_finite))
+            was_asked = devices.put_on_device(unbox(state.last_finite))
             yield from (flag & was_asked for flag in _flags(state.inner_state))
         else:
             # While `MultiSteps` collects microbatches, the skips inside of it hold their verdict on
             # the batch before.
-            waits = devices.to_device(unboxed(state.mini_step)) > 0
+            waits = devices.put_on_device(unbox(state.mini_step)) > 0
             yield from (flag | waits for flag in _flags(state.inner_opt_state))
             if isinstance(state.skip_state, Mapping) and "should_skip" in state.skip_state:
-                yield ~devices.to_device(unboxed(state.skip_state["should_skip"]))
+                yield ~devices.put_on_device(unbox(state.skip_state["should_skip"]))

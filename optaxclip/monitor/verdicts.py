@@ -4,19 +4,19 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from optaxclip._base.arguments import checked_int
+from optaxclip._base.arguments import check_int
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip.methods.skipping import SkipState
-from optaxclip.monitor.states import find, lost_names, to_host, unboxed
+from optaxclip.monitor.states import fetch_to_host, find, names_lost_error, unbox
 
-Verdict: TypeAlias = Literal["ok", "skipped", "roll back"]
+StepStatus: TypeAlias = Literal["ok", "skipped", "roll back"]
 
 
 def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
     """The leaves that caused a skipped step, or that were not finite when they were clipped.
 
     A skip keeps the leaves that caused the latest step that it skipped: the leaves that were not
-    finite; if all were finite, those whose own norm was above the limit; if none was, the one with
+    finite; if all were finite, those whose own norm was above the threshold; if none was, the one with
     the largest norm; and no leaf if the loss alone was the cause. It finds them in the same read of
     the gradients as the norm. A clip of single leaves (the scopes `leaf`, `axes`, `unit`) keeps
     which leaves were not finite at the last step, except those that `nonfinite="mask"` had mended;
@@ -45,9 +45,9 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
     nameless = []
     for key, state in find(opt_state, ClipState, SkipState).items():
         if isinstance(state, SkipState):
-            names, flags = state.leaves, unboxed(state.blamed)
-        elif np.ndim(unboxed(state.info.norm)) > np.ndim(unboxed(state.steps)):
-            names, flags = state.info.names, unboxed(state.info.norm)
+            names, flags = state.leaves, unbox(state.is_bad_leaf)
+        elif np.ndim(unbox(state.info.norm)) > np.ndim(unbox(state.steps)):
+            names, flags = state.info.names, unbox(state.info.norm)
         else:
             continue
         if names or not flags.size:
@@ -55,7 +55,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
         else:
             nameless.append(key)
     if not found and nameless:
-        raise lost_names(f"{nameless} have lost the names of their leaves")
+        raise names_lost_error(f"{nameless} have lost the names of their leaves")
     if not found:
         raise ValueError(
             "no clip and no skip in the state keeps which leaves were bad: put skip_nonfinite or "
@@ -63,7 +63,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
             "gradients alone, first in the chain"
         )
     bad: dict[str, None] = {}
-    arrays = to_host([array for _, array in found], "bad_leaves")
+    arrays = fetch_to_host([array for _, array in found], "bad_leaves")
     for (names, _), array in zip(found, arrays, strict=True):
         flags = array if array.dtype == bool else ~np.isfinite(array)
         flags = np.any(flags.reshape(-1, len(names)), axis=0) if names else ()
@@ -71,20 +71,20 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
     return tuple(bad)
 
 
-def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
+def step_status(opt_state: PyTree, roll_back_after: int = 10) -> StepStatus:
     """Whether the last step was taken or skipped, and whether to go back to a checkpoint.
 
     It is for the loop on the host, because only that can load a checkpoint and skip the bad data::
 
       for batch in batches:
           params, opt_state = train_step(params, opt_state, batch)
-          match monitor.verdict(opt_state):
+          match monitor.step_status(opt_state):
               case "skipped":
                   log(monitor.bad_leaves(opt_state))
               case "roll back":
                   params, opt_state = restore_last_checkpoint()
 
-    Going back cannot help if a constant limit is below the usual norms, or if the gradient is NaN
+    Going back cannot help if a constant threshold is below the usual norms, or if the gradient is NaN
     at every step, as that of `where(x > 0, sqrt(x), 0)` at 0 is; `docs/recovery.md` says what does.
 
     The host waits for the step that made the state, and then for one `jax.device_get` of three
@@ -118,7 +118,7 @@ def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
       roll back
       ok
     """
-    roll_back_after = checked_int(roll_back_after, 1, "roll_back_after")
+    roll_back_after = check_int(roll_back_after, 1, "roll_back_after")
     skips = find(opt_state, SkipState).values()
     if not skips:
         raise ValueError(
@@ -128,10 +128,10 @@ def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
     numbers = []
     for state in skips:
         infos = [state.info, state.loss.info] if state.loss else [state.info]
-        judged = [unboxed(info.norm) for info in infos]
-        numbers.append((unboxed(state.consecutive), unboxed(state.info.factor), judged))
+        judged = [unbox(info.norm) for info in infos]
+        numbers.append((unbox(state.consecutive), unbox(state.info.factor), judged))
     most, is_lost = 0, False
-    for consecutive, factor, judged in to_host(numbers, "verdict"):
+    for consecutive, factor, judged in fetch_to_host(numbers, "verdict"):
         most = max(most, int(np.max(consecutive, initial=0)))
         is_bad = np.any([~np.isfinite(number) for number in judged], axis=0)
         is_lost |= bool(np.any(is_bad & (factor > 0)))

@@ -12,7 +12,7 @@ private gradient from a sum.
   per_example.clip_sum(grads, 1.0, scope=scopes.leaf(), split="size")   # McMahan et al., 2017
   per_example.clip_sum(grads, 1.0, response="auto_s")                   # Bu et al., 2022
 
-No example ever contributes more than the limit. How private a run is depends on the noise
+No example ever contributes more than the threshold. How private a run is depends on the noise
 multiplier, the share of the data in a batch, and the number of steps; an accountant such as
 `dp_accounting` computes it::
 
@@ -36,8 +36,8 @@ from optaxclip.per_example.example_norms import grad_norms as grad_norms
 from optaxclip.per_example.gradients import ClippedGrad as ClippedGrad
 from optaxclip.per_example.gradients import clipped_grad as clipped_grad
 from optaxclip.per_example.noise import noisy_mean as noisy_mean
-from optaxclip.per_example.quantile import QuantileLimit as QuantileLimit
-from optaxclip.per_example.quantile import adjusted_noise_multiplier as adjusted_noise_multiplier
-from optaxclip.per_example.quantile import quantile_limit as quantile_limit
+from optaxclip.per_example.quantile import QuantileThreshold as QuantileThreshold
+from optaxclip.per_example.quantile import adjust_noise_multiplier as adjust_noise_multiplier
+from optaxclip.per_example.quantile import quantile_threshold as quantile_threshold
 from optaxclip.per_example.sums import PerExampleResult as PerExampleResult
 from optaxclip.per_example.sums import clip_sum as clip_sum

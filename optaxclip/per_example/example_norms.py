@@ -11,17 +11,17 @@ from jax import Array
 
 import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import asks, checked_bool, checked_int
+from optaxclip._base.arguments import check_bool, check_int, validate_call
 from optaxclip._base.types import PyTree
-from optaxclip._batches.roles import Roles, checked_roles
-from optaxclip.per_example.ghost.clipping import check_scope, norms, plan_for
-from optaxclip.per_example.ghost.explaining import explained
-from optaxclip.per_example.gradients import Method, checked_method
-from optaxclip.per_example.lift import Sums
+from optaxclip._batches.roles import LossArguments, check_argnums
+from optaxclip.per_example.ghost.clipping import check_scope, compute_norms, plan_for
+from optaxclip.per_example.ghost.explaining import format_plan
+from optaxclip.per_example.gradients import Method, check_method
+from optaxclip.per_example.lift import ClippedSums
 from optaxclip.per_example.losses import ExampleLoss
-from optaxclip.per_example.microbatches import RunningSums, in_microbatches
+from optaxclip.per_example.microbatches import RunningSums, scan_microbatches
 from optaxclip.per_example.sums import ExampleClip, padding_flags
-from optaxclip.scopes.leaves import Scope, as_scope
+from optaxclip.scopes.leaves import Scope, resolve_scope
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,24 +39,26 @@ class GradNorms:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """The norms, the losses, and with `has_aux` the auxiliary outputs."""
-        roles = Roles.of(args, self.argnums, self.batch_argnums)
-        loss = ExampleLoss.of(self.loss_fn, self.has_aux, roles, keywords)
+        roles = LossArguments.split(args, self.argnums, self.batch_argnums)
+        loss = ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(None, loss.examples))
-        measured = loss.measured(batch, self.specs)
+        measured = loss.local_params(batch, self.specs)
         grouping, size = self.scope(loss.params), self.microbatch_size
         if self.method == "ghost":
             check_scope(grouping, loss.params)
             plan = plan_for(loss, measured, roles.batch)
             size = plan.microbatch_size(loss.examples) if size is None else size
-            step = functools.partial(norms, plan, loss, measured, grouping)
+            step = functools.partial(compute_norms, plan, loss, measured, grouping)
         else:
-            step = functools.partial(_step, loss, measured, self.scope)
-        nothing = devices.varying_like(batch, RunningSums.nothing())
-        sums, losses, aux = in_microbatches(step, batch, loss.examples, size, nothing)
+            step = functools.partial(_microbatch_norms, loss, measured, self.scope)
+        nothing = devices.pvary_like(batch, RunningSums.empty())
+        sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, nothing)
         return (sums.norms, losses, aux) if self.has_aux else (sums.norms, losses)
 
 
-@asks(num_microbatches="pass microbatch_size=, how many examples are differentiated at once")
+@validate_call(
+    num_microbatches="pass microbatch_size=, how many examples are differentiated at once"
+)
 def grad_norms(
     loss_fn: Callable[..., Any],
     *,
@@ -136,24 +138,24 @@ def grad_norms(
       >>> print(norms, losses)
       [10.   0.2  2. ] [1.   1.   0.25]
     """
-    has_aux = checked_bool(has_aux, "has_aux")
+    has_aux = check_bool(has_aux, "has_aux")
     if microbatch_size is not None:
-        microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
-    positions = checked_roles(argnums, batch_argnums)
-    scope = scopes.tree() if scope is None else as_scope(scope)
-    method = checked_method(method)
+        microbatch_size = check_int(microbatch_size, 1, "microbatch_size")
+    positions = check_argnums(argnums, batch_argnums)
+    scope = scopes.tree() if scope is None else resolve_scope(scope)
+    method = check_method(method)
     return GradNorms(loss_fn, *positions, has_aux, microbatch_size, scope, method, specs)
 
 
-def _step(
+def _microbatch_norms(
     loss: ExampleLoss, measured: list[Any], scope: Scope, batch: tuple[Any, Array]
-) -> tuple[Sums, Array, PyTree]:
+) -> tuple[ClippedSums, Array, PyTree]:
     """The norms of a microbatch, from the gradients of its examples."""
     examples, is_padding = batch
     value, leaves = jax.vmap(loss.value_and_grad, in_axes=(None, 0))(measured, examples)
-    no_limit = ExampleClip.checked(math.inf, scope, "clip", "uniform")
-    sums = no_limit.sums(leaves, loss.params, is_padding)
-    return Sums(*RunningSums.nothing(), sums.norms), *loss.split(value)
+    no_threshold = ExampleClip.create(math.inf, scope, "clip", "uniform")
+    sums = no_threshold.sums(leaves, loss.params, is_padding)
+    return ClippedSums(*RunningSums.empty(), sums.norms), *loss.split(value)
 
 
 def explain(
@@ -196,8 +198,8 @@ def explain(
       b          (20,)     gradients of examples, as it is used by 'add'          -    80 B
       w          (30, 20)  norms of its inputs and of their cotangents            1     0 B
     """
-    has_aux = checked_bool(has_aux, "has_aux")
-    roles = Roles.of(args, *checked_roles(argnums, batch_argnums))
-    loss = ExampleLoss.of(loss_fn, has_aux, roles, keywords)
-    plan = plan_for(loss, loss.params.measured_leaves(), roles.batch)
-    return explained(plan, loss.params.names())
+    has_aux = check_bool(has_aux, "has_aux")
+    roles = LossArguments.split(args, *check_argnums(argnums, batch_argnums))
+    loss = ExampleLoss.create(loss_fn, has_aux, roles, keywords)
+    plan = plan_for(loss, loss.params.inexact_leaves(), roles.batch)
+    return format_plan(plan, loss.params.names())

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import asks, checked_bool, checked_choice, checked_int
+from optaxclip._base.arguments import check_bool, check_choice, check_int, validate_call
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip._batches.modules import flat_params
-from optaxclip._batches.roles import Roles, checked_roles
-from optaxclip.per_example.bounds import ExampleLimit, change_of
-from optaxclip.per_example.ghost.clipping import check_scope, clipped_sums, plan_for
-from optaxclip.per_example.lift import Sums
+from optaxclip._batches.modules import flatten_params
+from optaxclip._batches.roles import LossArguments, check_argnums
+from optaxclip.per_example.bounds import ExampleThreshold, sensitivity_factor
+from optaxclip.per_example.ghost.clipping import check_scope, compute_clipped_sums, plan_for
+from optaxclip.per_example.lift import ClippedSums
 from optaxclip.per_example.losses import ExampleLoss
-from optaxclip.per_example.microbatches import RunningSums, in_microbatches
+from optaxclip.per_example.microbatches import RunningSums, scan_microbatches
 from optaxclip.per_example.sums import ExampleClip, PerExampleResult, padding_flags, result_of
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
@@ -48,23 +48,23 @@ class ClippedGrad:
         self, *args: Any, is_padding: ArrayLike | None = None, **keywords: Any
     ) -> PerExampleResult:
         """The sum of the clipped gradients, and what happened to the examples."""
-        roles = Roles.of(args, self.argnums, self.batch_argnums)
-        loss = ExampleLoss.of(self.loss_fn, self.has_aux, roles, keywords)
+        roles = LossArguments.split(args, self.argnums, self.batch_argnums)
+        loss = ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(is_padding, loss.examples))
-        measured = loss.measured(batch, self.specs)
-        one, size = self._clipped_tree(loss.params), self.microbatch_size
-        grouping, limits, bound = self.clip.limits(one)
+        measured = loss.local_params(batch, self.specs)
+        one, size = self._get_clipped_tree(loss.params), self.microbatch_size
+        grouping, thresholds, bound = self.clip.compute_thresholds(one)
         if self.method == "ghost":
             check_scope(grouping, one)
             plan = plan_for(loss, measured, roles.batch)
             size = plan.microbatch_size(loss.examples) if size is None else size
-            groups = (grouping, limits, self.clip.response)
-            step = functools.partial(clipped_sums, plan, loss, measured, *groups)
+            groups = (grouping, thresholds, self.clip.response)
+            step = functools.partial(compute_clipped_sums, plan, loss, measured, *groups)
         else:
-            step = functools.partial(_step, self, loss, measured, one)
-        nothing = devices.varying_like(batch, RunningSums.zeros(one, grouping))
-        sums, losses, aux = in_microbatches(step, batch, loss.examples, size, nothing)
-        result = result_of(sums, one.without_gradients().rebuild(sums.leaves))
+            step = functools.partial(_clip_microbatch, self, loss, measured, one)
+        nothing = devices.pvary_like(batch, RunningSums.zeros(one, grouping))
+        sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, nothing)
+        result = result_of(sums, one.replace_with_float0().unflatten(sums.leaves))
         return result._replace(losses=losses, aux=aux, bound=bound)
 
     def sensitivity(self, relation: Any = "add_or_remove_one", params: PyTree = None) -> ArrayLike:
@@ -75,35 +75,37 @@ class ClippedGrad:
             ("add_or_remove_one"), has a blank example in its place ("replace_special"), or has a
             different example in its place ("replace_one"), which doubles the change. A member of
             `dp_accounting.NeighboringRelation` will do too.
-          params: the parameters; limits by name need them, to count the groups of each name.
+          params: the parameters; thresholds by name need them, to count the groups of each name.
 
         Raises:
-          ValueError: for another relation, or for limits by name without `params`.
+          ValueError: for another relation, or for thresholds by name without `params`.
         """
-        change = change_of(relation)
-        bound: Any = self.clip.limit
+        change = sensitivity_factor(relation)
+        bound: Any = self.clip.threshold
         if isinstance(bound, Mapping):
             if params is None:
                 raise ValueError(
-                    "limits are given by the names of groups, and the sensitivity depends on how "
+                    "thresholds are given by the names of groups, and the sensitivity depends on how "
                     "many groups have each name: pass params="
                 )
-            bound = self.clip.limits(self._clipped_tree(flat_params(params)))[2]
+            bound = self.clip.compute_thresholds(self._get_clipped_tree(flatten_params(params)))[2]
         return change * bound
 
-    def _clipped_tree(self, params: FlatTree) -> FlatTree:
+    def _get_clipped_tree(self, params: FlatTree) -> FlatTree:
         """The tree that is clipped for one example: like the parameters, or from `transform`."""
         if self.transform is None:
             return params
-        zeros = [jnp.zeros_like(leaf) for leaf in params.measured_leaves()]
+        zeros = [jnp.zeros_like(leaf) for leaf in params.inexact_leaves()]
         made = self.transform(_gradient(params, zeros))
         return flatten(made, "what pre_clipping_transform gives")
 
 
-@asks(num_microbatches="pass microbatch_size=, how many examples are differentiated at once")
+@validate_call(
+    num_microbatches="pass microbatch_size=, how many examples are differentiated at once"
+)
 def clipped_grad(
     loss_fn: Callable[..., Any],
-    limit: ExampleLimit,
+    threshold: ExampleThreshold,
     *,
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] | None = None,
@@ -136,7 +138,7 @@ def clipped_grad(
 
     Args:
       loss_fn: the loss of one example, a scalar: `loss_fn(params, *example)`.
-      limit: the largest L2 norm of one example's contribution, as in `clip_sum`.
+      threshold: the largest L2 norm of one example's contribution, as in `clip_sum`.
       argnums: which arguments to differentiate, as in `jax.grad`. The gradients of integer leaves
         are `float0` zeros.
       batch_argnums: which arguments, pytrees of arrays or of keys, have a leading axis of examples;
@@ -153,7 +155,7 @@ def clipped_grad(
         these gradients, as `grad_norms` does, which is much faster if an example's gradient is
         larger than its activations. It has only norms of whole leaves, and no
         `pre_clipping_transform`. Its norms are upper bounds, so an example may be clipped somewhat
-        below the limit; if its tokens or pixels cancel to a thousandth, far below. With
+        below the threshold; if its tokens or pixels cancel to a thousandth, far below. With
         `microbatch_size=None` it chooses the size.
       specs: for `pmap` and `shard_map(check_vma=False)`, where types do not show how parameters are
         split: `PartitionSpec()` says that each device has all of them. Split ones are refused.
@@ -166,11 +168,11 @@ def clipped_grad(
       function inside of `jax.jit`: without it, the loop is compiled again at each call.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
+      ValueError: for a threshold that is negative, NaN or not a scalar, a microbatch size below 1, or
         an unknown name; when called, for arguments that do not share an axis of examples, positions
         that do not exist or come twice, a loss that is not a scalar, and inside `shard_map` and
         `pmap` for parameters that are split or may be, and a loss that sums over devices.
-      TypeError: for a limit that is not a number, a scope that is not a scope, and positions or
+      TypeError: for a threshold that is not a number, a scope that is not a scope, and positions or
         sizes that are not ints; when called, for a model of Flax NNX or Equinox that holds more
         than its parameters (`docs/recipes/modules.md`).
 
@@ -189,17 +191,17 @@ def clipped_grad(
       >>> print(per_example.clipped_grad(loss_fn, 1.0).sensitivity("replace_one"))
       2.0
     """
-    clip = ExampleClip.checked(limit, scope, response, split)
-    has_aux = checked_bool(has_aux, "has_aux")
+    clip = ExampleClip.create(threshold, scope, response, split)
+    has_aux = check_bool(has_aux, "has_aux")
     if microbatch_size is not None:
-        microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
-    roles = checked_roles(argnums, batch_argnums)
+        microbatch_size = check_int(microbatch_size, 1, "microbatch_size")
+    roles = check_argnums(argnums, batch_argnums)
     if pre_clipping_transform is not None and not callable(pre_clipping_transform):
         raise TypeError(
             "pre_clipping_transform must be a function from the gradient of one example to the "
             f"tree that is clipped, got {pre_clipping_transform!r}"
         )
-    method = checked_method(method)
+    method = check_method(method)
     if method == "ghost" and pre_clipping_transform is not None:
         raise ValueError(
             'method="ghost" computes no gradient of an example that pre_clipping_transform could '
@@ -209,32 +211,32 @@ def clipped_grad(
     return ClippedGrad(loss_fn, clip, *roles, *settings)
 
 
-def checked_method(method: str) -> Method:
+def check_method(method: str) -> Method:
     """`method`, checked to be "vmap" or "ghost"."""
-    return checked_choice(method, get_args(Method), "method")
+    return check_choice(method, get_args(Method), "method")
 
 
-def _step(
+def _clip_microbatch(
     grad_fn: ClippedGrad,
     loss: ExampleLoss,
     measured: list[Any],
     one: FlatTree,
     batch: tuple[tuple[Any, ...], Array],
-) -> tuple[Sums, Array, PyTree]:
+) -> tuple[ClippedSums, Array, PyTree]:
     """Gradients of a microbatch, clipped and summed."""
     examples, is_padding = batch
 
-    def of_example(measured: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    def grad_of_example(measured: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         value, leaves = loss.value_and_grad(measured, example)
         if grad_fn.transform is not None:
             made = grad_fn.transform(_gradient(loss.params, leaves))
-            leaves = flatten(made, "what pre_clipping_transform gives").measured_leaves()
+            leaves = flatten(made, "what pre_clipping_transform gives").inexact_leaves()
         return value, leaves
 
-    value, leaves = jax.vmap(of_example, in_axes=(None, 0))(measured, examples)
+    value, leaves = jax.vmap(grad_of_example, in_axes=(None, 0))(measured, examples)
     return grad_fn.clip.sums(leaves, one, is_padding), *loss.split(value)
 
 
 def _gradient(params: FlatTree, leaves: list[Any]) -> PyTree:
     """The tree of a gradient, as `jax.grad` gives it."""
-    return params.without_gradients().rebuild(leaves)
+    return params.replace_with_float0().unflatten(leaves)

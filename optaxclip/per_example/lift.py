@@ -19,25 +19,25 @@ import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
 from optaxclip._border.crossing import global_view
-from optaxclip._border.entries import stored_in_rows
-from optaxclip._border.packing import in_layout
-from optaxclip._border.placement import Placement
-from optaxclip._engine.measure import Measured, measure
+from optaxclip._border.entries import force_row_major
+from optaxclip._border.packing import arrange_by_layout
+from optaxclip._border.placement import LeafShardings
+from optaxclip._engine.measure import ScaledNorms, measure
 from optaxclip._engine.plan import Plan
-from optaxclip._engine.respond import Multiplier, multiplier
+from optaxclip._engine.respond import Multiplier, compute_multiplier
 from optaxclip.norms import l2
-from optaxclip.per_example.weighting import sum_dtype, weighted_sums
+from optaxclip.per_example.weighting import compute_weighted_sums, sum_dtype
 from optaxclip.responses import Response
 
 
-class Sums(NamedTuple):
+class ClippedSums(NamedTuple):
     """The sum of a batch of clipped examples, and counts.
 
     Attributes:
       leaves: the sums of the measured leaves, float32 or wider.
-      num_clipped: int32, for each group, the number of examples in which it exceeded its limit, in
+      num_clipped: int32, for each group, the number of examples in which it exceeded its threshold, in
         the form in which users see norms.
-      num_unclipped: int32[], the number of finite examples without a group above its limit.
+      num_unclipped: int32[], the number of finite examples without a group above its threshold.
       num_dropped: int32[], the number of examples that were not finite, without padding.
       norms: like `num_clipped`, with a leading axis of examples; 0 for padding.
     """
@@ -49,111 +49,117 @@ class Sums(NamedTuple):
     norms: NormTree
 
 
-def clipped_sums(
+def compute_clipped_sums(
     leaves: list[Any],
-    limits: list[Array],
+    thresholds: list[Array],
     is_padding: Array,
     *,
     grouping: Grouping,
     response: Response,
-) -> Sums:
+) -> ClippedSums:
     """Clips each example `[examples, ...]` and sums the results.
 
-    The limits are those of one example's groups. A new norm above its limit becomes the limit.
+    The thresholds are those of one example's groups. A new norm above its threshold becomes the threshold.
     """
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    return _clipped_and_summed(leaves, limits, is_padding, grouping=grouping, response=response)
+    return _clip_and_sum_examples(
+        leaves, thresholds, is_padding, grouping=grouping, response=response
+    )
 
 
-def _results(leaves: list[Array], *_: Any) -> Sums:
+def _results(leaves: list[Array], *_: Any) -> ClippedSums:
     return out_specs([devices.spec_of(leaf) for leaf in leaves])
 
 
-def out_specs(specs: list[PartitionSpec]) -> Sums:
-    """How `Sums` are split over an explicit mesh: sums like the leaves, norms like the examples."""
+def out_specs(specs: list[PartitionSpec]) -> ClippedSums:
+    """How `ClippedSums` are split over an explicit mesh: sums like the leaves, norms like the examples."""
     examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
     sums: Any = [PartitionSpec(*spec[1:]) for spec in specs]
     everywhere: Any = PartitionSpec()
     norms: Any = PartitionSpec(next(examples, None))
-    return Sums(sums, everywhere, everywhere, everywhere, norms)
+    return ClippedSums(sums, everywhere, everywhere, everywhere, norms)
 
 
 @global_view(out_like=_results)
-def _clipped_and_summed(
+def _clip_and_sum_examples(
     leaves: list[Array],
-    limits: list[Array],
+    thresholds: list[Array],
     is_padding: Array,
     *,
     grouping: Grouping,
     response: Response,
-) -> Sums:
-    # Converted to a wider dtype, because rounding could bring an example above its limit.
+) -> ClippedSums:
+    # Converted to a wider dtype, because rounding could bring an example above its threshold.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
-    if devices.manual_axes() or devices.lies_in_one_piece(leaves):
-        leaves = stored_in_rows(leaves)
-    plan = _lifted(grouping, leaves, is_padding.size)
+    if devices.manual_axes() or devices.is_unsharded(leaves):
+        leaves = force_row_major(leaves)
+    plan = _make_batched_plan(grouping, leaves, is_padding.size)
     measured = zip(*map(plan.unpack, measure(leaves, plan, l2, from_above=True)), strict=True)
-    measured = [Measured(*fields) for fields in measured]
+    measured = [ScaledNorms(*fields) for fields in measured]
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
-    multipliers, judgment = multipliers_of(
-        measured, limits, is_padding, margin=margin, grouping=grouping, response=response
+    multipliers, judgment = compute_example_multipliers(
+        measured, thresholds, is_padding, margin=margin, grouping=grouping, response=response
     )
-    sums = weighted_sums(leaves, grouping.by_leaf(multipliers), grouping.axes)
+    sums = compute_weighted_sums(leaves, grouping.broadcast_to_leaves(multipliers), grouping.axes)
     chex.assert_shape(sums, [leaf.shape[1:] for leaf in leaves])
     chex.assert_type(sums, [leaf.dtype for leaf in leaves])
     return judgment._replace(leaves=sums)
 
 
-def multipliers_of(
-    measured: list[Measured],
-    limits: list[Array],
+def compute_example_multipliers(
+    measured: list[ScaledNorms],
+    thresholds: list[Array],
     is_padding: Array,
     *,
     margin: float,
     grouping: Grouping,
     response: Response,
-) -> tuple[list[Multiplier], Sums]:
+) -> tuple[list[Multiplier], ClippedSums]:
     """For each group, the multiplier of each example; and the sums, without leaves.
 
     The measured norms have a leading axis of examples, and upper bounds. The ratio is 0 for
     examples that add nothing. `margin` is the epsilon of the dtype in which a leaf is multiplied.
     """
-    with_limits = zip(limits, measured, strict=True)
-    limits = [jnp.broadcast_to(limit[None], each.norm.shape) for limit, each in with_limits]
+    with_thresholds = zip(thresholds, measured, strict=True)
+    thresholds = [
+        jnp.broadcast_to(threshold[None], each.norm.shape) for threshold, each in with_thresholds
+    ]
     bounded = _Bounded(response)
-    # A strict clip stays below its limit in spite of rounding. But the limit itself was rounded, up
-    # to 3 times, and a leaf narrower than its norm rounds its multiplier: so limits are lowered.
-    lowered = [limit * (1 - margin) for limit in limits]
+    # A strict clip stays below its threshold in spite of rounding. But the threshold itself was rounded, up
+    # to 3 times, and a leaf narrower than its norm rounds its multiplier: so thresholds are lowered.
+    lowered = [threshold * (1 - margin) for threshold in thresholds]
     multipliers = [
-        multiplier(each, limit, limit, response=bounded, nonfinite="nan", strict=True)
-        for each, limit in zip(measured, lowered, strict=True)
+        compute_multiplier(
+            each, threshold, threshold, response=bounded, nonfinite="nan", strict=True
+        )
+        for each, threshold in zip(measured, lowered, strict=True)
     ]
     # If one group of an example is not finite, the whole example is dropped.
-    is_bad = _any([~jnp.isfinite(by.ratio) for by in multipliers], is_padding)
+    is_bad = _any_group([~jnp.isfinite(by.ratio) for by in multipliers], is_padding)
     counts = ~is_bad & ~is_padding
     above = [
-        (each.norm > limit * (1 + 8 * margin)) & _beside(counts, each.norm)
-        for each, limit in zip(measured, limits, strict=True)
+        (each.norm > threshold * (1 + 8 * margin)) & _expand_like(counts, each.norm)
+        for each, threshold in zip(measured, thresholds, strict=True)
     ]
-    sums = Sums(
+    sums = ClippedSums(
         leaves=[],
-        num_clipped=jax.tree.map(_count, _tree(above, grouping, is_padding)),
-        num_unclipped=_count(counts & ~_any(above, is_padding)),
+        num_clipped=jax.tree.map(_count, _batched_layout(above, grouping, is_padding)),
+        num_unclipped=_count(counts & ~_any_group(above, is_padding)),
         num_dropped=_count(is_bad & ~is_padding),
-        norms=norms_of_examples([each.norm for each in measured], is_padding, grouping),
+        norms=arrange_example_norms([each.norm for each in measured], is_padding, grouping),
     )
-    return [_only(counts, by) for by in multipliers], sums
+    return [_zero_uncounted(counts, by) for by in multipliers], sums
 
 
-def norms_of_examples(norms: list[Array], is_padding: Array, grouping: Grouping) -> NormTree:
+def arrange_example_norms(norms: list[Array], is_padding: Array, grouping: Grouping) -> NormTree:
     """The norms as users see them, with a leading axis of examples; 0 for padding."""
-    norms = [jnp.where(_beside(is_padding, norm), 0, norm) for norm in norms]
-    return _tree(norms, grouping, is_padding)
+    norms = [jnp.where(_expand_like(is_padding, norm), 0, norm) for norm in norms]
+    return _batched_layout(norms, grouping, is_padding)
 
 
-def _tree(arrays: list[Array], grouping: Grouping, is_padding: Array) -> NormTree:
+def _batched_layout(arrays: list[Array], grouping: Grouping, is_padding: Array) -> NormTree:
     # The number of examples is passed, because a tree without leaves may have no groups.
-    of_one = functools.partial(in_layout, grouping=grouping)
+    of_one = functools.partial(arrange_by_layout, grouping=grouping)
     return jax.vmap(of_one, axis_size=is_padding.size)(arrays)
 
 
@@ -167,7 +173,7 @@ class _Bounded:
         return jnp.minimum(self.response(norm, trigger, target), target)
 
 
-def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Plan:
+def _make_batched_plan(grouping: Grouping, leaves: list[Array], examples: int) -> Plan:
     """A plan with these groups for each example; the first axis of the norms is the examples'."""
     groups = tuple(
         dataclasses.replace(group, shape=(examples, *group.shape)) for group in grouping.groups
@@ -177,21 +183,21 @@ def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Plan:
     # that its norm is 0 if it has no leaves.
     layout = "scalar" if grouping.layout == "scalar" else "vector"
     lifted = dataclasses.replace(grouping, groups=groups, axes=axes, layout=layout)
-    return Plan(lifted, Placement.unsplit(leaves))
+    return Plan(lifted, LeafShardings.unsharded(leaves))
 
 
-def _only(counts: Array, by: Multiplier) -> Multiplier:
+def _zero_uncounted(is_counted: Array, by: Multiplier) -> Multiplier:
     """The multiplier, with 0 for examples that do not count."""
-    counts = _beside(counts, by.ratio)
-    return Multiplier(jnp.where(counts, by.power, 1), jnp.where(counts, by.ratio, 0))
+    is_counted = _expand_like(is_counted, by.ratio)
+    return Multiplier(jnp.where(is_counted, by.power, 1), jnp.where(is_counted, by.ratio, 0))
 
 
-def _beside(flags: Array, like: Array) -> Array:
+def _expand_like(flags: Array, like: Array) -> Array:
     """Flags of examples, with axes of size 1 for their groups, so that they broadcast to `like`."""
     return lax.expand_dims(flags, range(1, like.ndim))
 
 
-def _any(flags: list[Array], like: Array) -> Array:
+def _any_group(flags: list[Array], like: Array) -> Array:
     """For each example, whether one of its groups has the flag."""
     each = [jnp.any(flag, axis=tuple(range(1, flag.ndim))) for flag in flags]
     return functools.reduce(jnp.logical_or, each, jnp.zeros_like(like))

@@ -11,11 +11,11 @@ import optaxclip._border.devices as devices
 from optaxclip._base.arguments import warn
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
-from optaxclip._batches.cutting import number_of_examples
+from optaxclip._batches.cutting import get_batch_size
 from optaxclip._batches.losses import loss_and_aux
-from optaxclip._batches.modules import flat_params
-from optaxclip._batches.roles import Roles
-from optaxclip._border.placement import refuse_split
+from optaxclip._batches.modules import flatten_params
+from optaxclip._batches.roles import LossArguments
+from optaxclip._border.placement import check_examples_unsharded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,34 +24,38 @@ class ExampleLoss:
 
     loss_fn: Callable[..., Any]
     has_aux: bool
-    roles: Roles
+    roles: LossArguments
     keywords: dict[str, Any]
     params: FlatTree
 
     @classmethod
-    def of(
-        cls, loss_fn: Callable[..., Any], has_aux: bool, roles: Roles, keywords: dict[str, Any]
+    def create(
+        cls,
+        loss_fn: Callable[..., Any],
+        has_aux: bool,
+        roles: LossArguments,
+        keywords: dict[str, Any],
     ) -> "ExampleLoss":
         """The loss with the arguments of a call."""
-        return cls(loss_fn, has_aux, roles, keywords, flat_params(roles.params))
+        return cls(loss_fn, has_aux, roles, keywords, flatten_params(roles.params))
 
     @property
     def examples(self) -> int:
         """The number of examples."""
-        return number_of_examples(flatten(self.roles.batch, "the batch"), "the batch")
+        return get_batch_size(flatten(self.roles.batch, "the batch"), "the batch")
 
-    def measured(self, batch: PyTree, specs: PyTree) -> list[Any]:
+    def local_params(self, batch: PyTree, specs: PyTree) -> list[Any]:
         """The parameters, typed so that each device has the gradients of its own examples.
 
         Refused are parameters of which devices hold parts, or may hold them, and a loss that
         exchanges data between devices.
         """
-        refuse_split(self.params, specs, of_examples=False, remedy=_REMEDY)
-        measured = devices.varying_like(batch, self.params.measured_leaves())
+        check_examples_unsharded(self.params, specs, of_examples=False, remedy=_REMEDY)
+        measured = devices.pvary_like(batch, self.params.inexact_leaves())
         found: set[str] = set()
 
         def trace(example: Any) -> None:
-            found.update(devices.collectives(jax.make_jaxpr(self)(measured, example)))
+            found.update(devices.collective_primitives(jax.make_jaxpr(self)(measured, example)))
 
         if devices.manual_axes():
             jax.eval_shape(jax.vmap(trace, axis_size=self.examples), self.roles.batch)
@@ -59,15 +63,15 @@ class ExampleLoss:
             raise ValueError(
                 f"loss_fn exchanges data between devices, by {', '.join(sorted(found))}, so that "
                 "the gradient of one example depends on the examples of other devices, and the "
-                "limit of one example bounds nothing: a BatchNorm needs axis_name=None"
+                "threshold of one example bounds nothing: a BatchNorm needs axis_name=None"
             )
         return measured
 
     def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> Any:
         """Returns the loss of one example: a scalar, or with `has_aux` a pair."""
-        args = self.roles.with_values(self.params.rebuild(measured), example)
+        args = self.roles.merge(self.params.unflatten(measured), example)
         value, aux = loss_and_aux(
-            self.loss_fn, args, self.keywords, has_aux=self.has_aux, of=_OF_ONE_EXAMPLE
+            self.loss_fn, args, self.keywords, has_aux=self.has_aux, description=_LOSS_DESCRIPTION
         )
         _warn_of_batch_statistics(aux)
         return (value, aux) if self.has_aux else value
@@ -83,7 +87,7 @@ class ExampleLoss:
         return jax.value_and_grad(self, has_aux=self.has_aux)(measured, example)
 
 
-_OF_ONE_EXAMPLE = (
+_LOSS_DESCRIPTION = (
     "the loss of one example, with which it is called, without the axis of examples: sum over the "
     "other axes"
 )

@@ -10,14 +10,19 @@ from jax import Array, lax
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import NormTree, PyTree
-from optaxclip._batches.cutting import Cut, appended, in_order_of_batch, last_examples
-from optaxclip._border.packing import in_layout
-from optaxclip.per_example.lift import Sums
+from optaxclip._batches.cutting import (
+    MicrobatchSplit,
+    concatenate_examples,
+    remainder,
+    restore_batch_order,
+)
+from optaxclip._border.packing import arrange_by_layout
+from optaxclip.per_example.lift import ClippedSums
 from optaxclip.per_example.weighting import sum_dtype
 
 
 class RunningSums(NamedTuple):
-    """The fields of `Sums` that are added up over microbatches: all but `norms`."""
+    """The fields of `ClippedSums` that are added up over microbatches: all but `norms`."""
 
     leaves: list[Array]
     num_clipped: NormTree
@@ -25,12 +30,12 @@ class RunningSums(NamedTuple):
     num_dropped: Array
 
     @classmethod
-    def of(cls, sums: Sums) -> "RunningSums":
+    def start(cls, sums: ClippedSums) -> "RunningSums":
         """The sums of one microbatch."""
         return cls(sums.leaves, sums.num_clipped, sums.num_unclipped, sums.num_dropped)
 
     @classmethod
-    def nothing(cls) -> "RunningSums":
+    def empty(cls) -> "RunningSums":
         """The sums of a batch for which only the norms are wanted."""
         zero = jnp.zeros((), jnp.int32)
         return cls([], zero, zero, zero)
@@ -38,22 +43,22 @@ class RunningSums(NamedTuple):
     @classmethod
     def zeros(cls, params: FlatTree, grouping: Grouping) -> "RunningSums":
         """Zeros; on an explicit mesh the leaves are split as the parameters are."""
-        measured = [jnp.asarray(x) for x in params.measured_leaves()]
+        measured = [jnp.asarray(x) for x in params.inexact_leaves()]
         leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
         zero = jnp.zeros((), jnp.int32)
         counts = [jnp.zeros(group.shape, jnp.int32) for group in grouping.groups]
         # Without groups, the norms in their layout are an empty vector of floats.
-        counts = jax.tree.map(lambda x: x.astype(jnp.int32), in_layout(counts, grouping))
+        counts = jax.tree.map(lambda x: x.astype(jnp.int32), arrange_by_layout(counts, grouping))
         return cls(leaves, counts, zero, zero)
 
 
-def in_microbatches(
-    step: Callable[..., tuple[Sums, Array, PyTree]],
+def scan_microbatches(
+    step: Callable[..., tuple[ClippedSums, Array, PyTree]],
     batch: PyTree,
     examples: int,
     size: int | None,
     zeros: RunningSums,
-) -> tuple[Sums, Array, PyTree]:
+) -> tuple[ClippedSums, Array, PyTree]:
     """The sums over a batch `[examples, ...]`, and losses and aux in its order, by `step`.
 
     A microbatch has `size` examples, all if that is None; `zeros` are the sums before the first.
@@ -62,18 +67,18 @@ def in_microbatches(
     if size == examples:
         return step(batch)
     count, rest = divmod(examples, size)
-    cut = Cut.of(batch, size, count)
+    cut = MicrobatchSplit.split(batch, size, count)
 
     def body(running: RunningSums, i: Array) -> tuple[RunningSums, PyTree]:
         sums, *each = step(cut.microbatch(i))
-        return jax.tree.map(jnp.add, running, RunningSums.of(sums)), (sums.norms, *each)
+        return jax.tree.map(jnp.add, running, RunningSums.start(sums)), (sums.norms, *each)
 
     running, stacked = lax.scan(body, zeros, jnp.arange(count))
-    in_order = jax.tree.map(in_order_of_batch, stacked)
+    in_order = jax.tree.map(restore_batch_order, stacked)
     if rest:
-        last = jax.tree.map(lambda x: last_examples(jnp.asarray(x), rest), batch)
+        last = jax.tree.map(lambda x: remainder(jnp.asarray(x), rest), batch)
         sums, *each = step(last)
-        running = jax.tree.map(jnp.add, running, RunningSums.of(sums))
-        in_order = jax.tree.map(appended, in_order, (sums.norms, *each))
+        running = jax.tree.map(jnp.add, running, RunningSums.start(sums))
+        in_order = jax.tree.map(concatenate_examples, in_order, (sums.norms, *each))
     norms, losses, aux = in_order
-    return Sums(norms=norms, **running._asdict()), losses, aux
+    return ClippedSums(norms=norms, **running._asdict()), losses, aux

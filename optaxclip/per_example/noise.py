@@ -9,14 +9,14 @@ from jax import Array
 from jax.core import Tracer
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import short
-from optaxclip._base.numerics import real_parts
+from optaxclip._base.arguments import short_repr
+from optaxclip._base.numerics import split_complex
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip.per_example.bounds import change_of
+from optaxclip.per_example.bounds import sensitivity_factor
 from optaxclip.per_example.sums import PerExampleResult
 from optaxclip.per_example.weighting import sum_dtype
-from optaxclip.thresholds.base import as_float, at_least
+from optaxclip.thresholds.base import cast_to_float32, check_minimum
 
 
 def noisy_mean(
@@ -82,28 +82,28 @@ def noisy_mean(
     if not isinstance(result, PerExampleResult):
         raise TypeError(
             "result must be the PerExampleResult that clipped_grad and clip_sum return, whose "
-            f"bound says how much noise there must be; got {short(result)}"
+            f"bound says how much noise there must be; got {short_repr(result)}"
         )
-    noise_multiplier = at_least(noise_multiplier, 0, "noise_multiplier")
-    batch_size = at_least(batch_size, 1, "batch_size")
-    change = change_of(relation)
+    noise_multiplier = check_minimum(noise_multiplier, 0, "noise_multiplier")
+    batch_size = check_minimum(batch_size, 1, "batch_size")
+    change = sensitivity_factor(relation)
     flat = flatten(result.grads, "result.grads")
-    leaves = [jnp.asarray(leaf) for leaf in flat.measured_leaves()]
+    leaves = [jnp.asarray(leaf) for leaf in flat.inexact_leaves()]
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
     if not is_zero(noise_multiplier):
-        _refuse_unbounded(noise_multiplier, "noise_multiplier")
-        bound = jnp.asarray(_checked_bound(result.bound))
-        std = as_float(noise_multiplier).astype(bound.dtype) * (change * bound)
-        leaves = with_noise(leaves, _checked_key(key, leaves), std)
-    size = as_float(batch_size)
-    return flat.rebuild([leaf / size.astype(leaf.dtype) for leaf in leaves])
+        _check_bounded(noise_multiplier, "noise_multiplier")
+        bound = jnp.asarray(_check_bound(result.bound))
+        std = cast_to_float32(noise_multiplier).astype(bound.dtype) * (change * bound)
+        leaves = add_noise(leaves, _check_key(key, leaves), std)
+    size = cast_to_float32(batch_size)
+    return flat.unflatten([leaf / size.astype(leaf.dtype) for leaf in leaves])
 
 
-def with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
+def add_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
     """The leaves with independent Gaussian noise on all entries, and on both parts if complex."""
     noisy = []
     for leaf, leaf_key in zip(leaves, jax.random.split(key, max(len(leaves), 1)), strict=False):
-        parts = real_parts(leaf)
+        parts = split_complex(leaf)
         noisy_parts = [
             part + std.astype(part.dtype) * jax.random.normal(part_key, part.shape, part.dtype)
             for part, part_key in zip(parts, jax.random.split(leaf_key, len(parts)), strict=True)
@@ -124,32 +124,32 @@ def is_key(key: Any) -> bool:
     return (is_typed and rank == 0) or (dtype == jnp.uint32 and rank == 1)
 
 
-def _checked_bound(bound: Any) -> Any:
+def _check_bound(bound: Any) -> Any:
     if bound is None:
         raise ValueError(
-            "result.bound must be the limit of one example's contribution, from which the size of "
+            "result.bound must be the threshold of one example's contribution, from which the size of "
             "the noise follows, got None: pass on what clipped_grad or clip_sum returned"
         )
-    _refuse_unbounded(bound, "result.bound")
+    _check_bounded(bound, "result.bound")
     return bound
 
 
-def _refuse_unbounded(number: Any, argument: str) -> None:
+def _check_bounded(number: Any, argument: str) -> None:
     if not isinstance(number, Tracer) and np.isinf(number):
         raise ValueError(
             f"{argument} must be finite for noise, got {number}: no noise hides an example without "
-            "a limit"
+            "a threshold"
         )
 
 
-def _checked_key(key: Any, leaves: list[Array]) -> Array:
+def _check_key(key: Any, leaves: list[Array]) -> Array:
     """The key, checked; different parts of a sum must not get the same noise."""
     if not is_key(key):
         raise (ValueError if key is None else TypeError)(
             "key must be one key from jax.random, a new one at each step (None only if "
-            f"noise_multiplier is the number 0), got {short(key)}"
+            f"noise_multiplier is the number 0), got {short_repr(key)}"
         )
-    split = devices.varying_together(leaves) - devices.varying_axes(key)
+    split = devices.tree_varying_axes(leaves) - devices.varying_axes(key)
     if split:
         raise ValueError(
             f"the sum differs over the devices along {sorted(split)}, and key is the same on all "

@@ -10,28 +10,28 @@ import numpy as np
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_bool, checked_choice
+from optaxclip._base.arguments import check_bool, check_choice
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import register_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, NormTree, PyTree
-from optaxclip._batches.cutting import number_of_examples
-from optaxclip._border.placement import refuse_split
+from optaxclip._batches.cutting import get_batch_size
+from optaxclip._border.placement import check_examples_unsharded
 from optaxclip.per_example.bounds import (
-    ExampleLimit,
+    ExampleThreshold,
     Split,
-    checked_example_limit,
-    group_limits,
+    check_example_threshold,
+    group_thresholds,
 )
-from optaxclip.per_example.lift import Sums, clipped_sums
+from optaxclip.per_example.lift import ClippedSums, compute_clipped_sums
 from optaxclip.responses import Response, as_response
-from optaxclip.scopes.leaves import Scope, as_scope
+from optaxclip.scopes.leaves import Scope, resolve_scope
 
 _WHOLE_EXAMPLE = scopes.tree()
 """The default scope, with one norm for the whole example."""
 
 
-@registered_state
+@register_state
 class PerExampleResult(NamedTuple):
     """The sum of clipped examples, and what happened to the examples.
 
@@ -40,14 +40,14 @@ class PerExampleResult(NamedTuple):
 
     Attributes:
       grads: the tree of the sum, in float32 or wider.
-      num_clipped: int32, for each group, in how many examples it exceeded its limit by more than
+      num_clipped: int32, for each group, in how many examples it exceeded its threshold by more than
         rounding: `[]` for the scope `tree`, `[groups]` for labels and leaves, a dict of arrays for
         `axes` and `unit`.
       num_dropped: int32[], examples that contributed nothing because something in them (or the
-        limit) was not finite. They count neither as clipped nor as unclipped.
+        threshold) was not finite. They count neither as clipped nor as unclipped.
       norms: float32 or wider, each example's norms before clipping, in the form of `num_clipped`
         with a leading axis of examples; 0 for padding.
-      num_unclipped: int32[], examples without a group above its limit.
+      num_unclipped: int32[], examples without a group above its threshold.
       losses: `[examples]`, from `clipped_grad`.
       aux: the loss's auxiliary output, with a leading axis of examples, from `clipped_grad`.
       bound: float32 or wider, `[]`, the norm that no example's contribution to `grads` exceeds;
@@ -65,37 +65,39 @@ class PerExampleResult(NamedTuple):
 
 
 class ExampleClip(NamedTuple):
-    """How each example is clipped, checked. All fields but `limit` are static under `jit`."""
+    """How each example is clipped, checked. All fields but `threshold` are static under `jit`."""
 
-    limit: ExampleLimit
+    threshold: ExampleThreshold
     scope: Scope
     response: Response
     split: Split
 
     @classmethod
-    def checked(
-        cls, limit: ExampleLimit, scope: Scope | None, response: str | Response, split: str
+    def create(
+        cls, threshold: ExampleThreshold, scope: Scope | None, response: str | Response, split: str
     ) -> "ExampleClip":
         """The clip that a user asked for."""
-        limit = checked_example_limit(limit, "limit")
-        scope = _WHOLE_EXAMPLE if scope is None else as_scope(scope)
-        chosen: Split = checked_choice(split, get_args(Split), "split")
-        return cls(limit, scope, as_response(response), chosen)
+        threshold = check_example_threshold(threshold, "threshold")
+        scope = _WHOLE_EXAMPLE if scope is None else resolve_scope(scope)
+        chosen: Split = check_choice(split, get_args(Split), "split")
+        return cls(threshold, scope, as_response(response), chosen)
 
-    def limits(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
-        """The groups of one example's tree, their limits, and the limit of the whole example."""
+    def compute_thresholds(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
+        """The groups of one example's tree, their thresholds, and the threshold of the whole example."""
         grouping = self.scope(one)
-        return grouping, *group_limits(self.limit, grouping, one, self.split)
+        return grouping, *group_thresholds(self.threshold, grouping, one, self.split)
 
-    def sums(self, leaves: list[Any], one: FlatTree, is_padding: Array) -> Sums:
+    def sums(self, leaves: list[Any], one: FlatTree, is_padding: Array) -> ClippedSums:
         """The clipped sums of measured leaves `[examples, ...]`."""
-        grouping, limits, _ = self.limits(one)
-        return clipped_sums(leaves, limits, is_padding, grouping=grouping, response=self.response)
+        grouping, thresholds, _ = self.compute_thresholds(one)
+        return compute_clipped_sums(
+            leaves, thresholds, is_padding, grouping=grouping, response=self.response
+        )
 
 
 def clip_sum(
     grads: PyTree,
-    limit: ExampleLimit,
+    threshold: ExampleThreshold,
     *,
     scope: Scope | None = None,
     response: str | Response = "clip",
@@ -108,11 +110,11 @@ def clip_sum(
     Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133; per
     layer, McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
 
-    Guarantees: the L2 norm of one example's contribution to the sum is never above `limit`, in any
+    Guarantees: the L2 norm of one example's contribution to the sum is never above `threshold`, in any
     dtype of the gradients. Norms, products and the sum are in float32 (float64 for 64-bit leaves).
-    A group that exceeds its limit, or might exceed it by rounding, is brought below it, in float32
+    A group that exceeds its threshold, or might exceed it by rounding, is brought below it, in float32
     by a relative 2e-6 at most. An example with a NaN or infinite entry adds exactly nothing. Other
-    examples below their limit are summed as they are.
+    examples below their threshold are summed as they are.
 
     Like all floating-point sums, the sum over many examples is rounded.
     `per_example_clip_and_aggregate` adds noise, and explains what the bound means for privacy.
@@ -120,16 +122,16 @@ def clip_sum(
     Args:
       grads: leaves `[examples, ...]`, real or complex floating-point. `None` leaves stay; integer,
         bool and `float0` leaves do not count, and come back as zeros without the axis of examples.
-      limit: the largest L2 norm of one example's contribution: a number or a scalar array, of which
-        each group gets a share by `split`; or a dict from the name of a group to its own limit. A
-        negative traced limit acts as 0, and so does one below the least normal number (1.2e-38 in
+      threshold: the largest L2 norm of one example's contribution: a number or a scalar array, of which
+        each group gets a share by `split`; or a dict from the name of a group to its own threshold. A
+        negative traced threshold acts as 0, and so does one below the least normal number (1.2e-38 in
         float32); with a traced NaN every example is dropped.
       scope: which entries of an example share one norm, from `optaxclip.scopes`; all of them if
         None.
       response: "clip", "normalize", "smooth", "auto_s", or a function (see `optaxclip.responses`).
-        If its new norm is above the limit, the limit is used.
-      split: "uniform", `limit / sqrt(K)` for each of `K` groups, or "size",
-        `limit * sqrt(D_i / D)` for a group of `D_i` of all `D` entries.
+        If its new norm is above the threshold, the threshold is used.
+      split: "uniform", `threshold / sqrt(K)` for each of `K` groups, or "size",
+        `threshold * sqrt(D_i / D)` for a group of `D_i` of all `D` entries.
       is_padding: bool `[examples]`, which examples are padding and add nothing; None for none.
       specs: needed inside `shard_map` and `pmap` if devices have different gradients:
         `PartitionSpec("x")`, or a pytree prefix of the gradients with such specs, says that the
@@ -139,10 +141,10 @@ def clip_sum(
       The sum, and what happened to the examples.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, leaves that do not share an
+      ValueError: for a threshold that is negative, NaN or not a scalar, leaves that do not share an
         axis of examples, or an unknown name; inside `shard_map` and `pmap`, for gradients of which
         a device may hold a part.
-      TypeError: if the limit is not a number, the scope not a scope, or a leaf not a dense array.
+      TypeError: if the threshold is not a number, the scope not a scope, or a leaf not a dense array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -152,10 +154,10 @@ def clip_sum(
       >>> print(result.grads["w"].round(5), result.num_clipped, result.num_dropped, result.norms)
       [0.9 1.2] 1 1 [5.  0.5 nan]
     """
-    clip = ExampleClip.checked(limit, scope, response, split)
+    clip = ExampleClip.create(threshold, scope, response, split)
     flat = flatten(grads, "grads")
-    sums = _summed(flat, clip, specs, is_padding)
-    bound = clip.limits(one_of(flat))[2]
+    sums = _clip_and_sum(flat, clip, specs, is_padding)
+    bound = clip.compute_thresholds(example_spec(flat))[2]
     return result_of(sums, sum_tree(flat, sums.leaves))._replace(bound=bound)
 
 
@@ -175,12 +177,12 @@ def per_example_global_norm_clip(
       specs: as in `clip_sum`.
 
     Returns:
-      The sum in float32 or wider, and int32[], how many examples were above the limit.
+      The sum in float32 or wider, and int32[], how many examples were above the threshold.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, or leaves that do not share an
+      ValueError: for a threshold that is negative, NaN or not a scalar, or leaves that do not share an
         axis of examples; inside `shard_map` and `pmap` as `clip_sum`.
-      TypeError: if the limit is not a number, or a leaf is not a dense array.
+      TypeError: if the threshold is not a number, or a leaf is not a dense array.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -189,10 +191,12 @@ def per_example_global_norm_clip(
       >>> print(total[0], num_clipped)
       [1.75 1.75 1.75] 3
     """
-    limit = checked_example_limit(l2_norm_clip, "l2_norm_clip")
-    flat = _measurable(grads)
-    sums = _summed(flat, ExampleClip.checked(limit, scopes.tree(), "clip", "uniform"), specs)
-    return flat.rebuild(sums.leaves), sums.num_clipped
+    threshold = check_example_threshold(l2_norm_clip, "l2_norm_clip")
+    flat = _flatten_as_float(grads)
+    sums = _clip_and_sum(
+        flat, ExampleClip.create(threshold, scopes.tree(), "clip", "uniform"), specs
+    )
+    return flat.unflatten(sums.leaves), sums.num_clipped
 
 
 def per_example_layer_norm_clip(
@@ -210,7 +214,7 @@ def per_example_layer_norm_clip(
       specs: as in `clip_sum`.
 
     Returns:
-      The sum in float32 or wider, and for each leaf how many examples were above its limit,
+      The sum in float32 or wider, and for each leaf how many examples were above its threshold,
       int32[].
 
     Raises:
@@ -224,17 +228,17 @@ def per_example_layer_norm_clip(
       >>> print(total["w"], total["b"], num_clipped["w"], num_clipped["b"])
       [0.9 1.2] 1.1 1 1
     """
-    limit = checked_example_limit(global_l2_norm_clip, "global_l2_norm_clip")
-    flat = _measurable(grads)
-    split = "uniform" if checked_bool(uniform, "uniform") else "size"
-    sums = _summed(flat, ExampleClip.checked(limit, scopes.leaf(), "clip", split), specs)
+    threshold = check_example_threshold(global_l2_norm_clip, "global_l2_norm_clip")
+    flat = _flatten_as_float(grads)
+    split = "uniform" if check_bool(uniform, "uniform") else "size"
+    sums = _clip_and_sum(flat, ExampleClip.create(threshold, scopes.leaf(), "clip", split), specs)
     # Counts are in the order of the sorted names, and leaves in the order of the tree.
     names = flat.names()
     counts = [sums.num_clipped[sorted(names).index(name)] for name in names]
-    return flat.rebuild(sums.leaves), flat.rebuild(counts)
+    return flat.unflatten(sums.leaves), flat.unflatten(counts)
 
 
-def result_of(sums: Sums, grads: PyTree) -> PerExampleResult:
+def result_of(sums: ClippedSums, grads: PyTree) -> PerExampleResult:
     """The result for users, from the sums and the tree of the summed gradients."""
     chex.assert_trees_all_equal_structs(sums.num_clipped, sums.norms)
     chex.assert_shape([sums.num_dropped, sums.num_unclipped], ())
@@ -256,19 +260,19 @@ def padding_flags(is_padding: ArrayLike | None, examples: int) -> Array:
     return flags
 
 
-def _summed(
+def _clip_and_sum(
     flat: FlatTree, clip: ExampleClip, specs: PyTree, is_padding: ArrayLike | None = None
-) -> Sums:
-    examples = number_of_examples(flat, "grads")
-    refuse_split(flat, specs, of_examples=True, remedy=_REMEDY)
-    return clip.sums(flat.measured_leaves(), one_of(flat), padding_flags(is_padding, examples))
+) -> ClippedSums:
+    examples = get_batch_size(flat, "grads")
+    check_examples_unsharded(flat, specs, of_examples=True, remedy=_REMEDY)
+    return clip.sums(flat.inexact_leaves(), example_spec(flat), padding_flags(is_padding, examples))
 
 
-def one_of(flat: FlatTree) -> FlatTree:
+def example_spec(flat: FlatTree) -> FlatTree:
     """The tree of one example, whose measured leaves are shapes and dtypes only."""
     leaves = [
         jax.ShapeDtypeStruct(np.shape(leaf)[1:], jnp.result_type(leaf))
-        if i in set(flat.measured)
+        if i in set(flat.inexact_indices)
         else leaf
         for i, leaf in enumerate(flat.leaves)
     ]
@@ -277,23 +281,25 @@ def one_of(flat: FlatTree) -> FlatTree:
 
 def sum_tree(flat: FlatTree, measured: list[Array]) -> PyTree:
     """The tree of the sum, with zeros for leaves that are not measured."""
-    return flat._replace(leaves=[_nothing(leaf) for leaf in flat.leaves]).rebuild(measured)
+    return flat._replace(leaves=[_zeros_for_unmeasured(leaf) for leaf in flat.leaves]).unflatten(
+        measured
+    )
 
 
-def _nothing(leaf: Any) -> Any:
+def _zeros_for_unmeasured(leaf: Any) -> Any:
     dtype = jnp.result_type(leaf)
     zeros: Callable[..., Any] = np.zeros if dtype == jax.dtypes.float0 else jnp.zeros
     return zeros(np.shape(leaf)[1:], dtype)
 
 
-def _measurable(grads: PyTree) -> FlatTree:
+def _flatten_as_float(grads: PyTree) -> FlatTree:
     """The flattened tree, with integers as float32, as in Optax."""
-    flat = flatten(grads, "grads", integers="measure")
-    number_of_examples(flat, "grads")
-    return flat._replace(leaves=[_as_floating(leaf) for leaf in flat.leaves])
+    flat = flatten(grads, "grads", integer_policy="measure")
+    get_batch_size(flat, "grads")
+    return flat._replace(leaves=[_cast_to_floating(leaf) for leaf in flat.leaves])
 
 
-def _as_floating(leaf: Any) -> Array:
+def _cast_to_floating(leaf: Any) -> Array:
     array = jnp.asarray(leaf)
     is_float = jnp.issubdtype(array.dtype, jnp.inexact)
     return array if is_float else array.astype(jnp.float32)

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip._base.arguments import short
+from optaxclip._base.arguments import short_repr
 from optaxclip.monitor import Histogram
 from optaxclip.plots.groups import MAX_LABELS
-from optaxclip.plots.style import COLORS, STYLES, finished, instance, new_axes
+from optaxclip.plots.style import COLORS, STYLES, check_instance, finish_axes, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Numbers = np.ndarray[Any, Any]
 LOST = {"color": COLORS[0], "hatch": "////", "edgecolor": "white", "linewidth": 0}
-HELD = {"color": "0.6", "linewidth": 0}
-DECADES, TALLEST, LEAST = 6, 0.85, 0.03
+IN_RANGE_STYLE = {"color": "0.6", "linewidth": 0}
+DECADES, MAX_BAR_HEIGHT, MIN_BAR_HEIGHT = 6, 0.85, 0.03
 """How many powers of ten of shares a row shows, and how tall a row and its smallest bar are."""
 BAND = 0.6
 """The distance of two bands above several rows, in rows; above one row a third of it."""
@@ -25,7 +25,7 @@ AROUND = 32
 """The axis is extended to an end of a band that is at most so many powers of two further."""
 
 
-class Band(NamedTuple):
+class DtypeBand(NamedTuple):
     """The exponents of two between which a format holds numbers.
 
     Attributes:
@@ -41,7 +41,7 @@ class Band(NamedTuple):
     top: int
 
 
-def entry_histogram(
+def element_histogram(
     histogram: Histogram | Mapping[str, Histogram],
     *,
     dtypes: Sequence[Any] = (),
@@ -73,7 +73,7 @@ def entry_histogram(
       >>> tx = monitor.histogram(every=1)
       >>> grads = {"w": jnp.array([1e-9, 1e-3, 2.0, 0.0])}
       >>> _, state = tx.update(grads, tx.init(grads))
-      >>> ax = plots.entry_histogram(monitor.histograms(state), dtypes=("float16",))
+      >>> ax = plots.element_histogram(monitor.histograms(state), dtypes=("float16",))
       >>> print([label.get_text() for label in ax.get_yticklabels()])
       ['float16', 'w']
       >>> print([text.get_text() for text in ax.texts])
@@ -84,8 +84,8 @@ def entry_histogram(
         raise ValueError("histogram must be a dict with at least one histogram, got none")
     for name, row in rows.items():
         what = f"histogram[{name!r}]" if name else "histogram"
-        instance(row, Histogram, what, "monitor.histograms")
-    ends = [row.by_exponent()[1][[0, -1]] for row in rows.values() if row.counts.any()]
+        check_instance(row, Histogram, what, "monitor.histograms")
+    ends = [row.list_by_exponent()[1][[0, -1]] for row in rows.values() if row.counts.any()]
     if not ends:
         raise ValueError(
             "histogram must have an entry that is finite and not 0, got none; train until a step "
@@ -106,12 +106,12 @@ def entry_histogram(
         _draw_band(axes, band, place, distance, lowest, number)
     axes.set(xlim=(low, high), ylim=(lowest - 0.05, 1.05 + distance * len(bands)))
     _tick(axes, rows, dict(zip(places, bands, strict=True)))
-    return finished(axes, _label(list(rows.values())), legend=ax is None)
+    return finish_axes(axes, _label(list(rows.values())), legend=ax is None)
 
 
-def _bands(dtypes: Sequence[Any]) -> list[Band]:
+def _bands(dtypes: Sequence[Any]) -> list[DtypeBand]:
     if isinstance(dtypes, (str, type)) or not isinstance(dtypes, Sequence):
-        raise TypeError(f"dtypes must be a tuple of number formats, got {short(dtypes)}")
+        raise TypeError(f"dtypes must be a tuple of number formats, got {short_repr(dtypes)}")
     if len(dtypes) >= len(COLORS):
         raise ValueError(f"dtypes must be at most {len(COLORS) - 1}, got {len(dtypes)}")
     found = []
@@ -120,24 +120,24 @@ def _bands(dtypes: Sequence[Any]) -> list[Band]:
             info = jnp.finfo(dtype)
         except (TypeError, ValueError) as error:
             wanted = "formats of floating-point numbers, such as jnp.float16"
-            raise TypeError(f"dtypes must be {wanted}, got {short(dtype)}") from error
+            raise TypeError(f"dtypes must be {wanted}, got {short_repr(dtype)}") from error
         # A size with the exponent `n` of `frexp` is below `2**n`, and at least half of that.
         sizes = (info.smallest_subnormal, info.tiny, info.max)
         least, full, top = (int(np.frexp(float(size))[1]) for size in sizes)
-        found.append(Band(info.dtype.name, bottom=least - 2, full=full - 1, top=top))
+        found.append(DtypeBand(info.dtype.name, bottom=least - 2, full=full - 1, top=top))
     return found
 
 
-def _draw_row(ax: "Axes", row: Histogram, base: int, band: Band | None) -> None:
+def _draw_row(ax: "Axes", row: Histogram, base: int, band: DtypeBand | None) -> None:
     """The bars of a row; those outside of the band look different."""
-    counts, edges = row.by_exponent()
+    counts, edges = row.list_by_exponent()
     exponents = edges[:-1]
     shares = np.maximum(counts, 1) / max(counts.sum(), 1)
-    heights = TALLEST * np.maximum(1 + np.log10(shares) / DECADES, LEAST)
-    parts = {"entries": (np.ones(len(counts), bool), HELD)}
+    heights = MAX_BAR_HEIGHT * np.maximum(1 + np.log10(shares) / DECADES, MIN_BAR_HEIGHT)
+    parts = {"entries": (np.ones(len(counts), bool), IN_RANGE_STYLE)}
     if band:
         is_lost = (exponents < band.bottom) | (exponents >= band.top)
-        parts["entries"] = (~is_lost, HELD)
+        parts["entries"] = (~is_lost, IN_RANGE_STYLE)
         parts[f"lost in {band.name}"] = (is_lost, LOST)
     ax.axhline(base, color="0.8", linewidth=0.8, zorder=1)
     known = ax.get_legend_handles_labels()[1]
@@ -149,7 +149,7 @@ def _draw_row(ax: "Axes", row: Histogram, base: int, band: Band | None) -> None:
             ax.bar(exponents[shown], heights[shown], bottom=base, label=label, **look)
 
 
-def _write_lost(ax: "Axes", rows: list[Histogram], bands: list[Band]) -> None:
+def _write_lost(ax: "Axes", rows: list[Histogram], bands: list[DtypeBand]) -> None:
     """Writes the share that each format loses of each row, in a column with the format's name."""
     from matplotlib import rcParams
 
@@ -161,13 +161,13 @@ def _write_lost(ax: "Axes", rows: list[Histogram], bands: list[Band]) -> None:
         name = f"lost in {band.name}" if number == 0 else band.name
         ax.annotate(name, (1.0, 1.05), (x, 0.0), rotation=90, va="bottom", **column)
         for place, row in list(enumerate(rows))[::every]:
-            percent = 100 * (row.below(band.name) + row.above(band.name))
+            percent = 100 * (row.underflow_fraction(band.name) + row.overflow_fraction(band.name))
             text = "<0.1 %" if 0 < percent < 0.1 else f"{percent:.2g} %"
-            ax.annotate(text, (1.0, TALLEST / 2 - place), (x, 0.0), va="center", **column)
+            ax.annotate(text, (1.0, MAX_BAR_HEIGHT / 2 - place), (x, 0.0), va="center", **column)
 
 
 def _draw_band(
-    ax: "Axes", band: Band, height: float, distance: float, lowest: int, number: int
+    ax: "Axes", band: DtypeBand, height: float, distance: float, lowest: int, number: int
 ) -> None:
     """The band of a format above the rows, and lines from its ends through them."""
     color, style = COLORS[number + 1], STYLES[1 + number % (len(STYLES) - 1)]
@@ -178,14 +178,14 @@ def _draw_band(
     ax.vlines([band.bottom, band.top], lowest, height, **ends)
 
 
-def _tick(ax: "Axes", rows: Mapping[str, Histogram], bands: dict[float, Band]) -> None:
+def _tick(ax: "Axes", rows: Mapping[str, Histogram], bands: dict[float, DtypeBand]) -> None:
     """Names beside rows and bands, and powers of two below them."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     ticks = {height: band.name for height, band in bands.items()}
     if list(rows) == [""]:
         shares = {0: "1", 2: "0.01", 4: "1e-4", 6: "1e-6"}
-        ticks |= {TALLEST * (1 - power / DECADES): name for power, name in shares.items()}
+        ticks |= {MAX_BAR_HEIGHT * (1 - power / DECADES): name for power, name in shares.items()}
         ax.set_ylabel("share of the entries")
     else:
         every = -(-len(rows) // MAX_LABELS)
@@ -198,7 +198,7 @@ def _tick(ax: "Axes", rows: Mapping[str, Histogram], bands: dict[float, Band]) -
 
 def _label(rows: list[Histogram]) -> str:
     """What the axis shows, and how many entries have no place on it."""
-    zeros, bad = sum(row.zeros for row in rows), sum(row.nonfinite for row in rows)
+    zeros, bad = sum(row.num_zero for row in rows), sum(row.num_nonfinite for row in rows)
     count = zeros + bad + sum(int(row.counts.sum()) for row in rows)
     words = [f"{100 * zeros / count:.2g} % are 0"] if zeros else []
     words += [f"{bad} not finite"] if bad else []

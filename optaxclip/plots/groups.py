@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from optaxclip._base.arguments import near_miss, short
+from optaxclip._base.arguments import did_you_mean, short_repr
 from optaxclip._base.host import ArrayLike
-from optaxclip.plots.style import finished, new_axes, plain_ticks, with_matplotlib
+from optaxclip.plots.style import finish_axes, new_axes, plain_ticks, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ MAX_LABELS = 40
 """More names beside a picture would overlap."""
 
 
-class Look(NamedTuple):
+class HeatmapStyle(NamedTuple):
     """How a statistic is shown by colours: its label, and the ends of the scale if they are fixed.
 
     Without fixed ends the scale is logarithmic, from the smallest to the largest number.
@@ -28,15 +28,15 @@ class Look(NamedTuple):
     colors: str = "cividis"
 
 
-LOOKS = {
-    "norm": Look("gradient norm"),
-    "max": Look("largest modulus"),
-    "mean_abs": Look("mean modulus"),
-    "zero_fraction": Look("share of zeros", (0.0, 1.0)),
-    "share": Look("share of the squared norm", (0.0, 1.0)),
-    "param_norm": Look("norm of the parameters"),
-    "ratio": Look("norm over that of the parameters"),
-    "cosine_param": Look("cosine with the parameters", (-1.0, 1.0), "BrBG"),
+HEATMAP_STYLES = {
+    "norm": HeatmapStyle("gradient norm"),
+    "max": HeatmapStyle("largest modulus"),
+    "mean_abs": HeatmapStyle("mean modulus"),
+    "zero_fraction": HeatmapStyle("share of zeros", (0.0, 1.0)),
+    "share": HeatmapStyle("share of the squared norm", (0.0, 1.0)),
+    "param_norm": HeatmapStyle("norm of the parameters"),
+    "ratio": HeatmapStyle("norm over that of the parameters"),
+    "cosine_param": HeatmapStyle("cosine with the parameters", (-1.0, 1.0), "BrBG"),
 }
 
 
@@ -71,15 +71,15 @@ def heatmap(
       >>> print([label.get_text() for label in ax.get_yticklabels()])
       ['w', 'b']
     """
-    if stat not in LOOKS:
-        hint = near_miss(str(stat), LOOKS)
-        raise ValueError(f"stat must be one of {list(LOOKS)}, got {stat!r}{hint}")
-    look = LOOKS[stat]
-    with with_matplotlib():
+    if stat not in HEATMAP_STYLES:
+        hint = did_you_mean(str(stat), HEATMAP_STYLES)
+        raise ValueError(f"stat must be one of {list(HEATMAP_STYLES)}, got {stat!r}{hint}")
+    look = HEATMAP_STYLES[stat]
+    with require_matplotlib():
         from matplotlib import colormaps
         from matplotlib.colors import LogNorm, Normalize
 
-    found, x = _checked(values, names, steps, "values")
+    found, x = _check_series(values, names, steps, "values")
     axes = new_axes(ax)
     shown = np.where(np.isfinite(found), found, np.nan)
     if look.ends is None:
@@ -106,11 +106,11 @@ def heatmap(
     bar = axes.figure.colorbar(mesh, ax=axes, label=look.label)
     if look.ends is None:
         plain_ticks(bar.ax.yaxis)
-    finished(axes, legend=ax is None and bool(bad)).grid(visible=False)
+    finish_axes(axes, legend=ax is None and bool(bad)).grid(visible=False)
     return axes
 
 
-def _checked(
+def _check_series(
     values: ArrayLike, names: Sequence[str] | None, steps: ArrayLike | None, what: str
 ) -> tuple[Numbers, Numbers]:
     """Numbers `[steps, groups]`, and the steps."""
@@ -118,7 +118,7 @@ def _checked(
         found = np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:
         wanted = "real numbers [steps, leaves], as many in each row"
-        raise TypeError(f"{what} must be {wanted}, got {short(values)}") from error
+        raise TypeError(f"{what} must be {wanted}, got {short_repr(values)}") from error
     named = names is None or found.shape[1:] == (len(names),)
     if found.ndim != 2 or not found.size or not named:
         of = "" if names is None else f" and {len(names)} names"

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optaxclip._base.arguments import short
+from optaxclip._base.arguments import short_repr
 from optaxclip._base.host import ArrayLike
 from optaxclip._base.numerics import is_real
 from optaxclip.plots.style import (
-    crosses_at_the_top,
     curve,
-    finished,
-    look_of,
+    finish_axes,
+    line_style,
+    mark_off_scale,
     new_axes,
     plot_line,
 )
@@ -48,7 +48,7 @@ def loss_curves(losses: Curves, steps: ArrayLike | None = None, ax: "Axes | None
       >>> print(ax.get_ylabel())
       loss
     """
-    curves = _checked(losses, steps, "losses")
+    curves = _check_runs(losses, steps, "losses")
     axes = new_axes(ax)
     finite = [y[np.isfinite(y)] for _, y in curves.values() if np.isfinite(y).any()]
     if finite:
@@ -57,13 +57,13 @@ def loss_curves(losses: Curves, steps: ArrayLike | None = None, ax: "Axes | None
         axes.set_ylim(bottom - margin, top + margin)
     _lines(axes, curves)
     axes.set_ylabel("loss")
-    return finished(axes, legend=ax is None)
+    return finish_axes(axes, legend=ax is None)
 
 
 def norm_curves(
     norms: Curves,
     steps: ArrayLike | None = None,
-    limit: float | None = None,
+    threshold: float | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
     """Draws gradient norms over the steps on a logarithmic axis, a line for each run.
@@ -73,13 +73,13 @@ def norm_curves(
     Args:
       norms: a dict from each run's name to its norms, float[n].
       steps: the step of each norm, int[n]; 0, 1, ... if None.
-      limit: a norm to mark by a horizontal line. A limit that changes from step to step is drawn by
+      threshold: a norm to mark by a horizontal line. A threshold that changes from step to step is drawn by
         `norms_over_steps`.
       ax: where to draw.
 
     Raises:
       ValueError: for no runs, a run without norms, and norms or steps of other shapes.
-      TypeError: if `norms` is not a dict, or holds anything but real numbers; for a limit that is
+      TypeError: if `norms` is not a dict, or holds anything but real numbers; for a threshold that is
         not a real number, such as an array of one for each step.
 
     Example:
@@ -88,29 +88,29 @@ def norm_curves(
       >>> print(ax.get_yscale())
       log
     """
-    curves = _checked(norms, steps, "norms")
-    if limit is not None and (not is_real(limit) or np.ndim(limit)):
+    curves = _check_runs(norms, steps, "norms")
+    if threshold is not None and (not is_real(threshold) or np.ndim(threshold)):
         raise TypeError(
-            f"limit must be a number, got {short(limit)} of type {type(limit).__name__}; "
-            "plots.norms_over_steps draws one run with a limit for each step"
+            f"threshold must be a number, got {short_repr(threshold)} of type {type(threshold).__name__}; "
+            "plots.norms_over_steps draws one run with a threshold for each step"
         )
     axes = new_axes(ax)
     axes.set_yscale("log")
     _lines(axes, curves)
-    if limit is not None:
-        axes.axhline(float(limit), color="0.4", linewidth=1.0, label=f"limit {limit:g}")
+    if threshold is not None:
+        axes.axhline(float(threshold), color="0.4", linewidth=1.0, label=f"threshold {threshold:g}")
     axes.set_ylabel("gradient norm")
-    return finished(axes, legend=ax is None)
+    return finish_axes(axes, legend=ax is None)
 
 
-def _checked(
+def _check_runs(
     series: Curves, steps: ArrayLike | None, what: str
 ) -> dict[str, tuple[Numbers, Numbers]]:
     """Steps and values of each run."""
     if not isinstance(series, Mapping):
         raise TypeError(
             f"{what} must be a dict with each run's {what} under its name, such as "
-            f"{{'run': {what}}}, got {short(series)} of type {type(series).__name__}"
+            f"{{'run': {what}}}, got {short_repr(series)} of type {type(series).__name__}"
         )
     if not series:
         raise ValueError(f"{what} must be a dict with at least one run by its name, got none")
@@ -120,19 +120,19 @@ def _checked(
 def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[str, Line2D]":
     drawn = {}
     for depth, (name, (x, y)) in enumerate(curves.items()):
-        color, style = look_of(depth)
+        color, style = line_style(depth)
         line = plot_line(ax, x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)
         # The first line is on top; lines below it are wider, so that equal ones stay visible.
         line.set(zorder=3 - depth / len(curves), linewidth=LEAST_WIDTH + WIDER * depth)
         drawn[name] = line
     for name, (x, y) in curves.items():
-        _cross_out(ax, x, y, drawn[name])
+        _mark_end(ax, x, y, drawn[name])
     if not all(np.isfinite(y).all() for _, y in curves.values()):
         ax.plot([], [], "X", color="black", markersize=8, label="not finite")
     return drawn
 
 
-def _cross_out(ax: "Axes", x: Numbers, y: Numbers, like: "Line2D") -> None:
+def _mark_end(ax: "Axes", x: Numbers, y: Numbers, like: "Line2D") -> None:
     """Leads a line up to a cross on the upper edge at each point where it stops being finite.
 
     The edge is found when the axes are drawn, so their range may change until then.
@@ -143,7 +143,7 @@ def _cross_out(ax: "Axes", x: Numbers, y: Numbers, like: "Line2D") -> None:
     firsts = np.flatnonzero(bad & ~np.append(False, bad[:-1]))
     look = {"color": like.get_color(), "zorder": like.get_zorder()}
     if len(firsts):
-        crosses_at_the_top(ax, x[firsts], label="_", markersize=11, **look)
+        mark_off_scale(ax, x[firsts], label="_", markersize=11, **look)
     for first in firsts[firsts > 0]:
         last, top = (float(x[first - 1]), float(y[first - 1])), (float(x[first]), 1.0)
         rise = {"linewidth": like.get_linewidth(), "clip_on": True}

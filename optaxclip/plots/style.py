@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optaxclip._base.arguments import short
-from optaxclip._base.extras import remedy
+from optaxclip._base.arguments import short_repr
+from optaxclip._base.extras import install_command
 from optaxclip._base.host import ArrayLike
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ MAX_COLUMNS = 4
 
 
 @contextlib.contextmanager
-def with_matplotlib() -> Iterator[None]:
+def require_matplotlib() -> Iterator[None]:
     """If Matplotlib is missing, turns the error into one that says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
-        message = f"optaxclip.plots needs Matplotlib: {remedy('plot')}"
+        message = f"optaxclip.plots needs Matplotlib: {install_command('plot')}"
         raise ModuleNotFoundError(message) from error
 
 
@@ -43,12 +43,12 @@ def new_axes(ax: "Axes | None") -> "Axes":
     """`ax`, or new axes if it is None."""
     if ax is not None:
         return ax
-    with with_matplotlib():
+    with require_matplotlib():
         from matplotlib import pyplot as plt
     return plt.subplots(layout="constrained")[1]
 
 
-def look_of(number: int) -> tuple[str, str]:
+def line_style(number: int) -> tuple[str, str]:
     """The colour and the line style of curve `number`, from 0.
 
     After each round through the colours the next style is used, so a pair comes again only after
@@ -65,7 +65,7 @@ def curve(
     try:
         y = np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:
-        message = f"{name} must be real numbers in one axis, got {short(values)}"
+        message = f"{name} must be real numbers in one axis, got {short_repr(values)}"
         raise TypeError(message) from error
     if y.ndim != 1:
         remedy = "of a record per leaf take one column, or np.linalg.norm(norms, axis=1)"
@@ -80,7 +80,7 @@ def curve(
     return x, y
 
 
-def instance(value: Any, kind: type, argument: str, maker: str) -> None:
+def check_instance(value: Any, kind: type, argument: str, maker: str) -> None:
     """Checks that a value has the type that a picture needs."""
     if not isinstance(value, kind):
         raise TypeError(
@@ -89,7 +89,7 @@ def instance(value: Any, kind: type, argument: str, maker: str) -> None:
         )
 
 
-def finished(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":
+def finish_axes(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":
     """Adds to the axes what every picture has, and returns them."""
     ax.set_xlabel(xlabel)
     ax.grid(color="0.9")
@@ -126,7 +126,7 @@ def plot_line(ax: "Axes", x: Numbers, y: Numbers, style: str = "-", **look: Any)
     return ax.plot(x, y, style, **look)[0]
 
 
-def crosses_at_the_top(ax: "Axes", x: ArrayLike, **look: Any) -> None:
+def mark_off_scale(ax: "Axes", x: ArrayLike, **look: Any) -> None:
     """Draws crosses on the upper edge that the axes have when the figure is drawn.
 
     The edge cuts no cross in half. A cross far beside the axes is not drawn, because the figure
@@ -151,10 +151,10 @@ def legend_below(ax: "Axes") -> None:
     look = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": below}
     labels = ax.get_legend_handles_labels()[1]
     make = functools.partial(ax.legend, frameon=False, **look)
-    fewest_rows(ax.figure, len(labels), MAX_COLUMNS, lambda columns: make(ncols=columns))
+    fit_legend(ax.figure, len(labels), MAX_COLUMNS, lambda columns: make(ncols=columns))
 
 
-def fewest_rows(
+def fit_legend(
     figure: "Figure | SubFigure", labels: int, columns: int, make: "Callable[[int], Legend]"
 ) -> None:
     """Makes the legend by `make(columns)`, with as many columns as fit into the figure."""

@@ -24,5 +24,5 @@ from optaxclip.scopes.leaves import tree as tree
 from optaxclip.scopes.optimizers import muon as muon
 from optaxclip.scopes.optimizers import muon_labels as muon_labels
 from optaxclip.scopes.slices import axes as axes
-from optaxclip.scopes.slices import member as member
+from optaxclip.scopes.slices import ensemble_member as ensemble_member
 from optaxclip.scopes.slices import unit as unit

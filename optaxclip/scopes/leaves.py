@@ -12,63 +12,63 @@ import numpy as np
 import optax
 from jax import Array
 
-from optaxclip._base.arguments import accepts, asks, refuse_uncalled, short, warn
+from optaxclip._base.arguments import accepts_args, check_called, short_repr, validate_call, warn
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
+from optaxclip._base.trees import FlatTree, broadcast_prefix, is_sparse
 from optaxclip._base.types import Path, PyTree
-from optaxclip.scopes.own import checked_grouping
+from optaxclip.scopes.own import check_grouping
 
 Scope: TypeAlias = Callable[[FlatTree], Grouping]
 """A function from a tree of gradients to the groups of entries that share a norm."""
 
 
-def as_scope(scope: Scope) -> Scope:
+def resolve_scope(scope: Scope) -> Scope:
     """A scope that a user passed, checked to be a function, and not one that makes scopes."""
     if not callable(scope):
         raise TypeError(
             "scope must be from optaxclip.scopes, as in clip_by(scopes.leaf(), 1.0); got "
             f"{scope!r:.80} of type {type(scope).__name__}"
         )
-    refuse_uncalled(scope, "optaxclip.scopes", "scope", "scopes")
+    check_called(scope, "optaxclip.scopes", "scope", "scopes")
     if str(getattr(scope, "__module__", "")).startswith("optaxclip."):
         return scope
-    if accepts(scope, "path", None) and not accepts(scope, "tree"):
+    if accepts_args(scope, "path", None) and not accepts_args(scope, "tree"):
         raise TypeError(
-            f"scope must be from optaxclip.scopes, got {short(scope)}, which takes two arguments: "
+            f"scope must be from optaxclip.scopes, got {short_repr(scope)}, which takes two arguments: "
             "a function that gives each leaf (path, leaf) a label is one for scopes.group(fn)"
         )
-    return _OfUser(scope)
+    return _UserScope(scope)
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfUser:
+class _UserScope:
     """A user's scope, whose results are checked; two with the same function are equal."""
 
     scope: Scope
 
     def __call__(self, flat: FlatTree) -> Grouping:
-        return checked_grouping(of_trees(self.scope)(flat), flat)
+        return check_grouping(tree_scope(self.scope)(flat), flat)
 
 
-def of_trees(scope: Scope) -> Scope:
+def tree_scope(scope: Scope) -> Scope:
     """`scope`, with an error that says what to do if it is called with anything but a tree."""
 
     @functools.wraps(scope)
-    def checked(flat: FlatTree) -> Grouping:
+    def scope_fn(flat: FlatTree) -> Grouping:
         if not isinstance(flat, FlatTree):
             raise TypeError(
-                f"a scope was called with {short(flat)}, as if it were a schedule: pass "
+                f"a scope was called with {short_repr(flat)}, as if it were a schedule: pass "
                 'static_args=("scope",) to optax.inject_hyperparams'
             )
         return scope(flat)
 
-    return checked
+    return scope_fn
 
 
 StackedAxes: TypeAlias = PyTree | Callable[[str, Array], int]
 
 
-@asks()
+@validate_call()
 def tree() -> Scope:
     """One norm for the whole tree.
 
@@ -80,16 +80,16 @@ def tree() -> Scope:
       5.0
     """
 
-    @of_trees
+    @tree_scope
     def assign(flat: FlatTree) -> Grouping:
-        measured = flat.measured_leaves()
+        measured = flat.inexact_leaves()
         everything = Group(("tree",), tuple(range(len(measured))))
         return Grouping((everything,), tuple(_all_axes(leaf) for leaf in measured), "scalar")
 
     return assign
 
 
-@asks()
+@validate_call()
 def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
     """One norm for all leaves with the same label.
 
@@ -108,13 +108,13 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
       >>> tx = optaxclip.clip_by(scope, {"body": 1.0, "head": 10.0})
       >>> grads = {"encoder": [jnp.array([3.0]), jnp.array([4.0])], "head": jnp.array([8.0])}
       >>> info = tx.update(grads, tx.init(grads))[1].info
-      >>> print(list(info.names), info.norm, info.limit)
+      >>> print(list(info.names), info.norm, info.threshold)
       ['body', 'head'] [5. 8.] [ 1. 10.]
     """
 
-    @of_trees
+    @tree_scope
     def assign(flat: FlatTree) -> Grouping:
-        found = per_leaf(labels, flat, "labels")
+        found = broadcast_prefix(labels, flat, "labels")
         for label, name in zip(found, flat.names(), strict=True):
             if not isinstance(label, str):
                 raise TypeError(f"labels must be strings, got {label!r} for the leaf '{name}'")
@@ -122,13 +122,13 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
             Group((label,), tuple(i for i, other in enumerate(found) if other == label))
             for label in sorted(set(found))
         )
-        axes = tuple(map(_all_axes, flat.measured_leaves()))
+        axes = tuple(map(_all_axes, flat.inexact_leaves()))
         return Grouping(groups, axes, "vector", has_labels=True)
 
     return assign
 
 
-@asks()
+@validate_call()
 def leaf(stacked: StackedAxes = 0) -> Scope:
     """One norm for each leaf.
 
@@ -151,14 +151,14 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
       ['head', 'layers/0', 'layers/1'] [10.  5.  2.]
     """
 
-    @of_trees
+    @tree_scope
     def assign(flat: FlatTree) -> Grouping:
-        counts = stacked_counts(stacked, flat)
+        counts = count_stacked_axes(stacked, flat)
         axes = tuple(
             _all_axes(leaf)[count:]
-            for leaf, count in zip(flat.measured_leaves(), counts, strict=True)
+            for leaf, count in zip(flat.inexact_leaves(), counts, strict=True)
         )
-        return one_group_per_leaf(flat, axes, "vector")
+        return group_by_leaf(flat, axes, "vector")
 
     return assign
 
@@ -167,14 +167,14 @@ def _all_axes(leaf: Any) -> tuple[int, ...]:
     return tuple(range(np.ndim(leaf)))
 
 
-def one_group_per_leaf(
+def group_by_leaf(
     flat: FlatTree, axes: tuple[tuple[int, ...], ...], layout: Literal["vector", "dict"]
 ) -> Grouping:
     """A group, or an array of groups, for each leaf, with norms over these axes."""
     groups = []
     shapes = flat.shapes()
     for i, (name, leaf, reduced) in enumerate(
-        zip(flat.names(), flat.measured_leaves(), axes, strict=True)
+        zip(flat.names(), flat.inexact_leaves(), axes, strict=True)
     ):
         if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
             raise ValueError(
@@ -203,22 +203,22 @@ _MANY_LAYERS = 4096
 """If one number is given for all leaves, more groups than this are unlikely to be layers."""
 
 
-def stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:
+def count_stacked_axes(stacked: StackedAxes, flat: FlatTree) -> list[int]:
     """For each measured leaf, the checked number of leading axes that stack layers."""
-    counts = _of_branches(stacked, flat) if isinstance(stacked, Mapping) else None
-    counts = per_leaf(stacked, flat, "stacked") if counts is None else counts
-    for i, (leaf, count) in enumerate(zip(flat.measured_leaves(), counts, strict=True)):
+    counts = _broadcast_stacked(stacked, flat) if isinstance(stacked, Mapping) else None
+    counts = broadcast_prefix(stacked, flat, "stacked") if counts is None else counts
+    for i, (leaf, count) in enumerate(zip(flat.inexact_leaves(), counts, strict=True)):
         if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):
             raise ValueError(
                 f"stacked must be the number of leading stacked axes, from 0 to {np.ndim(leaf)} "
                 f"for leaf '{flat.names()[i]}' of shape {np.shape(leaf)}, got {count!r}"
             )
     if isinstance(stacked, (int, np.integer)) and stacked:
-        _warn_of_many(int(stacked), flat)
+        _warn_if_too_many_layers(int(stacked), flat)
     return counts
 
 
-def _of_branches(stacked: Mapping[Any, Any], flat: FlatTree) -> list[Any] | None:
+def _broadcast_stacked(stacked: Mapping[Any, Any], flat: FlatTree) -> list[Any] | None:
     """For each measured leaf, the dict's number for its branch; 0 if the dict does not name it.
 
     The result is None if the dict names a branch that the tree lacks, or holds anything but dicts
@@ -239,7 +239,7 @@ def _of_branches(stacked: Mapping[Any, Any], flat: FlatTree) -> list[Any] | None
     for name in named:
         if not any(name[: len(path)] == path[: len(name)] for path in paths):
             return None
-    found = [branch_of(flat.paths[i]) for i in flat.measured]
+    found = [branch_of(flat.paths[i]) for i in flat.inexact_indices]
     return found if all(isinstance(count, (int, np.integer)) for count in found) else None
 
 
@@ -249,7 +249,7 @@ def _keys(path: Path) -> list[Any]:
     return [next((getattr(x, f) for f in fields if hasattr(x, f)), x) for x in path]
 
 
-def _warn_of_many(stacked: int, flat: FlatTree) -> None:
+def _warn_if_too_many_layers(stacked: int, flat: FlatTree) -> None:
     """Warns if the leaves have so many layers that some of them cannot be stacks."""
     sizes = [math.prod(shape[:stacked]) for shape in flat.shapes()]
     if sum(size for size in sizes if isinstance(size, int)) > _MANY_LAYERS:

@@ -6,19 +6,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from optaxclip._base.arguments import asks
+from optaxclip._base.arguments import validate_call
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, is_function, is_sparse
 from optaxclip._base.types import PyTree
-from optaxclip.scopes.leaves import Scope, group, of_trees
+from optaxclip.scopes.leaves import Scope, group, tree_scope
 
 
-@asks()
+@validate_call()
 def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
     """Two norms: one for the leaves that `optax.contrib.muon` trains by Muon, one for all others.
 
     Muon's updates do not depend on the scale of its gradients, so these gradients should not count
-    in the norm by which Adam's gradients are clipped. Muon needs a limit only against spikes, which
+    in the norm by which Adam's gradients are clipped. Muon needs a threshold only against spikes, which
     its momentum remembers for about a hundred steps; `docs/muon.md` has more.
 
     Args:
@@ -42,15 +42,15 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
     """
     labels = muon_labels(weight_dimension_numbers)
 
-    @of_trees
+    @tree_scope
     def assign(flat: FlatTree) -> Grouping:
         tree = jax.tree_util.tree_unflatten(flat.treedef, flat.leaves)
-        return group(labels(tree) if flat.measured else {})(flat)
+        return group(labels(tree) if flat.inexact_indices else {})(flat)
 
     return assign
 
 
-@asks()
+@validate_call()
 def muon_labels(
     weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None,
 ) -> Callable[[PyTree], PyTree]:

@@ -8,20 +8,20 @@ import jax
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import asks, short
+from optaxclip._base.arguments import short_repr, validate_call
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip.scopes.leaves import (
     Scope,
     StackedAxes,
+    count_stacked_axes,
+    group_by_leaf,
     layer_names,
-    of_trees,
-    one_group_per_leaf,
-    stacked_counts,
+    tree_scope,
 )
 
 
-@asks()
+@validate_call()
 def axes(axes: int | Sequence[int]) -> Scope:
     """One norm for each slice of a leaf along the given axes.
 
@@ -41,16 +41,16 @@ def axes(axes: int | Sequence[int]) -> Scope:
        [3. 4.]]
     """
 
-    @of_trees
+    @tree_scope
     def assign(flat: FlatTree) -> Grouping:
-        named = zip(flat.names(), flat.measured_leaves(), strict=True)
-        reduced = tuple(_normalized(axes, leaf, name) for name, leaf in named)
-        return one_group_per_leaf(flat, reduced, "dict")
+        named = zip(flat.names(), flat.inexact_leaves(), strict=True)
+        reduced = tuple(_normalize_axes(axes, leaf, name) for name, leaf in named)
+        return group_by_leaf(flat, reduced, "dict")
 
     return assign
 
 
-@asks()
+@validate_call()
 def unit(
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     stacked: StackedAxes = 0,
@@ -86,27 +86,27 @@ def unit(
        [4. 4.]]
     """
 
-    @of_trees
+    @tree_scope
     def assign(flat: FlatTree) -> Grouping:
-        counts = stacked_counts(stacked, flat)
+        counts = count_stacked_axes(stacked, flat)
         reduced = []
         whole_shapes = flat.global_shapes or [()] * len(counts)
         rows = zip(
-            flat.names(), flat.measured_leaves(), flat.shapes(), whole_shapes, counts, strict=True
+            flat.names(), flat.inexact_leaves(), flat.shapes(), whole_shapes, counts, strict=True
         )
         for name, leaf, shape, whole_shape, skip in rows:
             layer = jax.ShapeDtypeStruct(shape[skip:], np.float32)
             chosen = axis(name, leaf) if callable(axis) else axis
             if chosen is None:
                 chosen = _fan_in_axes(layer.shape, name, is_part=whole_shape is None)
-            reduced.append(tuple(skip + a for a in _normalized(chosen, layer, name)))
-        return one_group_per_leaf(flat, tuple(reduced), "dict")
+            reduced.append(tuple(skip + a for a in _normalize_axes(chosen, layer, name)))
+        return group_by_leaf(flat, tuple(reduced), "dict")
 
     return assign
 
 
-@asks()
-def member(axis: int = 0) -> Scope:
+@validate_call()
+def ensemble_member(axis: int = 0) -> Scope:
     """One norm for each member of an ensemble: for each index of one axis, over all leaves.
 
     An ensemble, or several seeds, may be stacked in one tree, `[members, ...]`. With one norm for
@@ -123,7 +123,7 @@ def member(axis: int = 0) -> Scope:
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by(optaxclip.scopes.member(), 1.0)
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.ensemble_member(), 1.0)
       >>> grads = {"w": jnp.array([[3.0, 0.0], [0.3, 0.0]]), "b": jnp.array([4.0, 0.4])}
       >>> info = tx.update(grads, tx.init(grads))[1].info
       >>> print(list(info.names), info.norm)
@@ -132,20 +132,20 @@ def member(axis: int = 0) -> Scope:
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"axis must be an int, got {axis!r}")
 
-    @of_trees
+    @tree_scope
     def assign(flat: FlatTree) -> Grouping:
         reduced, sizes = [], {}
         for name, leaf, shape in zip(
-            flat.names(), flat.measured_leaves(), flat.shapes(), strict=True
+            flat.names(), flat.inexact_leaves(), flat.shapes(), strict=True
         ):
             if is_sparse(leaf):
                 raise ValueError(f"the sparse leaf '{name}' cannot be divided into members")
-            (kept,) = _normalized(axis, leaf, name)
+            (kept,) = _normalize_axes(axis, leaf, name)
             reduced.append(tuple(k for k in range(len(shape)) if k != kept))
             sizes[name] = shape[kept]
         if len(set(sizes.values())) > 1:
             raise ValueError(
-                f"each leaf must have as many members along axis {axis}, got {short(sizes)}"
+                f"each leaf must have as many members along axis {axis}, got {short_repr(sizes)}"
             )
         groups = ()
         for size in set(sizes.values()):
@@ -156,7 +156,7 @@ def member(axis: int = 0) -> Scope:
     return assign
 
 
-def _normalized(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, ...]:
+def _normalize_axes(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, ...]:
     rank = np.ndim(leaf)
     try:
         several: Any = axes if np.ndim(axes) else (axes,)

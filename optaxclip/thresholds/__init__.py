@@ -1,15 +1,15 @@
-"""Limit rules: the largest norm that a group may have at this step.
+"""Threshold rules: the largest norm that a group may have at this step.
 
-A rule is a `Threshold`, a pair of functions `(init, update)` of the norms of all groups. It works
+A rule is a `ThresholdRule`, a pair of functions `(init, update)` of the norms of all groups. It works
 for any scope, because the norms come in one array whatever the groups are:
 
   def update(norms, state, param_norms):
-      limits = ...                      # an array like norms
-      return Limits(trigger=limits, target=limits), state
+      thresholds = ...                      # an array like norms
+      return Thresholds(trigger=thresholds, target=thresholds), state
 
-  rule                          | the limit of a group's norm
+  rule                          | the threshold of a group's norm
   ------------------------------|--------------------------------------------------------
-  `constant(limit)`             | a number
+  `constant(threshold)`             | a number
   `schedule(fn)`                | a number for each step
   `relative_to_params(ratio)`   | a share of its parameters' norm
   `zscore()`                    | the moving mean of its norms plus deviations (ZClip)
@@ -22,7 +22,7 @@ for any scope, because the norms come in one array whatever the groups are:
   `log_tracker()`               | the mean of the norms' logarithms plus deviations
   `mean_over_rms()`             | the mean of its norms over their root mean square
 
-`adaptive` makes a rule from another statistic, and `given` makes one from limits that you have.
+`adaptive` makes a rule from another statistic, and `given` makes one from thresholds that you have.
 """
 
 from optaxclip.thresholds.base import AdaptiveState as AdaptiveState
@@ -31,7 +31,7 @@ from optaxclip.thresholds.feedback import adagc as adagc
 from optaxclip.thresholds.feedback import log_tracker as log_tracker
 from optaxclip.thresholds.feedback import quantile as quantile
 from optaxclip.thresholds.fixed import constant as constant
-from optaxclip.thresholds.fixed import given as given
+from optaxclip.thresholds.fixed import fixed as fixed
 from optaxclip.thresholds.fixed import relative_to_params as relative_to_params
 from optaxclip.thresholds.fixed import schedule as schedule
 from optaxclip.thresholds.history import median as median

@@ -11,109 +11,111 @@ import numpy as np
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import short
-from optaxclip._base.numerics import is_real, narrowed
-from optaxclip._base.states import FRESH_STATE, Names
-from optaxclip._base.types import Limits, PyTree, Threshold
+from optaxclip._base.arguments import short_repr
+from optaxclip._base.numerics import is_real, saturating_cast
+from optaxclip._base.states import REINIT_HINT, StaticNames
+from optaxclip._base.types import PyTree, ThresholdRule, Thresholds
 
-_OWN_RULE = "a limit that depends on norms is a rule, optaxclip.Threshold(init, update)"
+_OWN_RULE = "a threshold that depends on norms is a rule, optaxclip.ThresholdRule(init, update)"
 _CALLS = {"init": ("norms",), "update": ("norms", "state", "param_norms")}
 
 
-def checked_rule(rule: Threshold, argument: str) -> Threshold:
+def check_rule(rule: ThresholdRule, argument: str) -> ThresholdRule:
     """A rule, after a check that its functions take the arguments that they will be called with."""
     for field, arguments in _CALLS.items():
         fn = getattr(rule, field)
         if not callable(fn) or not _takes(fn, arguments):
             raise TypeError(
                 f"{argument}: the {field} of a rule is called as {field}({', '.join(arguments)}), "
-                f"got {short(fn)}"
+                f"got {short_repr(fn)}"
             )
     return rule
 
 
-def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | None:
-    """The parameters, if the limit is relative to them; else None."""
+def params_if_needed(rule: ThresholdRule, params: PyTree | None, name: str) -> PyTree | None:
+    """The parameters, if the threshold is relative to them; else None."""
     if rule.uses_params and params is None:
         raise ValueError(
-            f"{name}: the limit is relative to the parameters; pass them: "
+            f"{name}: the threshold is relative to the parameters; pass them: "
             "update(grads, state, params)"
         )
     return params if rule.uses_params else None
 
 
-def limits_of(
-    rule: Threshold,
+def update_rule(
+    rule: ThresholdRule,
     state: PyTree,
     norms: Array,
     param_norms: Array | None,
     name: str,
     any_sign: bool = False,
-) -> tuple[Limits, PyTree]:
-    """A rule's limits for these norms, and its next state, in the dtypes of the state before.
+) -> tuple[Thresholds, PyTree]:
+    """A rule's thresholds for these norms, and its next state, in the dtypes of the state before.
 
     They are the dtypes of that state because a trainer may have cast it to a narrower dtype. A
-    negative limit acts as 0, because a negative factor would turn the gradient around. With
+    negative threshold acts as 0, because a negative factor would turn the gradient around. With
     `any_sign` the rule is for losses, which may be negative.
     """
     _check_state(rule, state, norms, name)
-    limits, new = limits_by(rule, norms, state, param_norms, name)
+    thresholds, new = call_rule(rule, norms, state, param_norms, name)
     if devices.manual_axes():
-        measured = devices.varying_together((norms, param_norms))
-        for limit in limits:
-            others = devices.varying_axes(limit) - measured
-            devices.refuse_different(limit, others, f"{name}: the limit")
+        measured = devices.tree_varying_axes((norms, param_norms))
+        for threshold in thresholds:
+            others = devices.varying_axes(threshold) - measured
+            devices.check_replicated(threshold, others, f"{name}: the threshold")
     if not any_sign:
-        limits = Limits(*(jnp.where(limit < 0, 0, limit) for limit in limits))
-    return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
+        thresholds = Thresholds(
+            *(jnp.where(threshold < 0, 0, threshold) for threshold in thresholds)
+        )
+    return thresholds, jax.tree.map(_restore_dtype, new, state) if jax.tree.leaves(state) else new
 
 
-def _as_before(new: Array, old: Any) -> Array:
+def _restore_dtype(new: Array, old: Any) -> Array:
     dtype = jnp.result_type(old)
     is_cast = new.dtype != dtype and jnp.issubdtype(dtype, jnp.floating)
-    return narrowed(new, dtype) if is_cast else new
+    return saturating_cast(new, dtype) if is_cast else new
 
 
-def _check_state(rule: Threshold, state: PyTree, norms: Array, name: str) -> None:
-    """Checks that a state was made by this limit rule. Under `jit` that costs nothing."""
+def _check_state(rule: ThresholdRule, state: PyTree, norms: Array, name: str) -> None:
+    """Checks that a state was made by this threshold rule. Under `jit` that costs nothing."""
     own = jax.eval_shape(rule.init, norms)
     if not jax.tree.leaves(own) and not jax.tree.leaves(state):
         return  # such as None, which some checkpoints store for ()
     if _shapes(own) != _shapes(state):
         raise ValueError(
-            f"{name}: the state was made by another limit: it holds {_kept(state)}, and this limit "
-            f"keeps {_kept(own)}. {FRESH_STATE}"
+            f"{name}: the state was made by another threshold: it holds {_describe_state(state)}, and this threshold "
+            f"keeps {_describe_state(own)}. {REINIT_HINT}"
         )
 
 
-def limits_by(
-    rule: Threshold, norms: Array, state: PyTree, param_norms: Array | None, name: str
-) -> tuple[Limits, PyTree]:
+def call_rule(
+    rule: ThresholdRule, norms: Array, state: PyTree, param_norms: Array | None, name: str
+) -> tuple[Thresholds, PyTree]:
     """What a rule returns for these norms, checked; under `jit` that costs nothing."""
     returned = rule.update(norms, state, param_norms)
-    must = f"{name}: the update of a limit rule must return"
+    must = f"{name}: the update of a threshold rule must return"
     is_pair = isinstance(returned, tuple) and len(returned) == 2
-    if not is_pair or not isinstance(returned[0], Limits):
-        raise TypeError(f"{must} (Limits(trigger, target), state), got {_described(returned)}")
-    limits, new = returned
-    for field, limit in limits._asdict().items():
-        is_array = hasattr(limit, "dtype") and is_real(limit)
-        if not is_array or jnp.shape(limit) != norms.shape:
+    if not is_pair or not isinstance(returned[0], Thresholds):
+        raise TypeError(f"{must} (Thresholds(trigger, target), state), got {_describe(returned)}")
+    thresholds, new = returned
+    for field, threshold in thresholds._asdict().items():
+        is_array = hasattr(threshold, "dtype") and is_real(threshold)
+        if not is_array or jnp.shape(threshold) != norms.shape:
             raise (ValueError if is_array else TypeError)(
-                f"{must} limits like the norms, {_described(norms)}; {field} is "
-                f"{_described(limit)}. For one limit for all groups: jnp.full_like(norms, limit)"
+                f"{must} thresholds like the norms, {_describe(norms)}; {field} is "
+                f"{_describe(threshold)}. For one threshold for all groups: jnp.full_like(norms, threshold)"
             )
-    # The state of a limit without memory may be None, as some checkpoints store it, or may have
+    # The state of a threshold without memory may be None, as some checkpoints store it, or may have
     # entries for groups that are not in this part of the tree.
-    if jax.tree.leaves((state, new)) and _kinds(new) != _kinds(state):
+    if jax.tree.leaves((state, new)) and _signature(new) != _signature(state):
         raise ValueError(
             f"{must} a state with the structure, shapes and kinds of numbers of the last one, "
-            f"{_described(state)}, got {_described(new)}"
+            f"{_describe(state)}, got {_describe(new)}"
         )
-    return limits, jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), new)
+    return thresholds, jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), new)
 
 
-def checked_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Callable[..., Any]:
+def check_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Callable[..., Any]:
     """A function that a user passed in place of a number, checked to be a schedule.
 
     It is traced once with an abstract step count; if it cannot be traced, it is called with 0.
@@ -123,7 +125,7 @@ def checked_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Call
     if re.search(r"(^|_)(norms?|grads?|gradients?)$", named):
         raise TypeError(f"{schedule}, and not of {named!r}; {_OWN_RULE}")
     try:
-        value = _at_first_step(fn)
+        value = _wrap_first_step(fn)
     except NameError:  # the name of an axis that is bound later, inside of `shard_map`
         return fn
     except Exception as error:
@@ -133,13 +135,13 @@ def checked_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Call
         ) from error
     is_abstract = isinstance(value, jax.ShapeDtypeStruct)
     if not is_real(np.zeros(0, value.dtype) if is_abstract else value):
-        raise TypeError(f"{schedule} to a number; its value is {_described(value)}")
+        raise TypeError(f"{schedule} to a number; its value is {_describe(value)}")
     if np.shape(value) != () and not any_shape:
-        raise ValueError(f"{schedule} to a scalar; its value is {_described(value)}")
+        raise ValueError(f"{schedule} to a scalar; its value is {_describe(value)}")
     return fn
 
 
-def _at_first_step(fn: Callable[..., Any]) -> Any:
+def _wrap_first_step(fn: Callable[..., Any]) -> Any:
     # The schedule may be used under other settings of JAX's promotion of dtypes and ranks.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         try:
@@ -172,15 +174,17 @@ def _shapes(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
     return structure, [jnp.shape(x) for x in leaves]
 
 
-def _kinds(state: PyTree) -> tuple[Any, list[Any]]:
+def _signature(state: PyTree) -> tuple[Any, list[Any]]:
     """The structure and shapes of a state, and which of its arrays have floats."""
     dtypes = [getattr(x, "dtype", None) or jnp.result_type(x) for x in jax.tree.leaves(state)]
     return _shapes(state), [jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes]
 
 
-def _kept(state: PyTree) -> str:
+def _describe_state(state: PyTree) -> str:
     """The state of a rule, described for a message."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(getattr(x, "rule", None), Names))
+    nodes = jax.tree.leaves(
+        state, is_leaf=lambda x: isinstance(getattr(x, "rule", None), StaticNames)
+    )
     rules = sorted({name for node in nodes for name in getattr(node, "rule", ())})
     if not jax.tree.leaves(state):
         return "nothing, as for a constant"
@@ -188,16 +192,16 @@ def _kept(state: PyTree) -> str:
     return f"the state of {' and '.join(rules)}, {arrays}" if rules else arrays
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     """What a user's function returned, for a message."""
-    if isinstance(value, Limits):
-        return "Limits alone, without the state"
-    if isinstance(value, tuple) and any(isinstance(x, Limits) for x in value[1:]):
+    if isinstance(value, Thresholds):
+        return "Thresholds alone, without the state"
+    if isinstance(value, tuple) and any(isinstance(x, Thresholds) for x in value[1:]):
         return "the two in the other order"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None:
         return f"{dtype}{[*shape]}"
     if isinstance(value, (tuple, list)) and value:
-        parts = [_described(x) for x in value[:3]] + ["..."] * (len(value) > 3)
+        parts = [_describe(x) for x in value[:3]] + ["..."] * (len(value) > 3)
         return f"a {type(value).__name__} of {' and '.join(parts)}"
-    return f"{short(value)} of type {type(value).__name__}"
+    return f"{short_repr(value)} of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Checks of the numbers and functions that a user passes as limits."""
+"""Checks of the numbers and functions that a user passes as thresholds."""
 
 import difflib
 import inspect
@@ -11,69 +11,75 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optaxclip._base.arguments import is_uncalled, one_of_several, refuse_uncalled, short, warn
+from optaxclip._base.arguments import (
+    chain_hint,
+    check_called,
+    is_uncalled_factory,
+    short_repr,
+    warn,
+)
 from optaxclip._base.numerics import is_real
 
 
-def checked_limit(
-    limit: Any,
+def check_threshold_value(
+    threshold: Any,
     argument: str,
     *,
     allow_any_number: bool = False,
-    off: str = "",
+    disabled_value: str = "",
     schedule: bool = False,
     by_name: bool = False,
 ) -> Any:
-    """`limit`, checked to be a scalar that can be a limit.
+    """`threshold`, checked to be a scalar that can be a threshold.
 
     The value of an array is checked like that of a number, unless the array is traced.
 
     Args:
-      limit: a Python, NumPy, JAX or traced scalar.
+      threshold: a Python, NumPy, JAX or traced scalar.
       argument: what it is called in messages.
       allow_any_number: whether negative numbers and NaN are allowed.
-      off: the value that switches clipping off, for messages. With it, 0 causes a warning.
-      schedule: whether messages add that it may be a schedule, or a dict of limits.
-      by_name: whether messages add that it may be a dict of limits.
+      disabled_value: the value that switches clipping off, for messages. With it, 0 causes a warning.
+      schedule: whether messages add that it may be a schedule, or a dict of thresholds.
+      by_name: whether messages add that it may be a dict of thresholds.
     """
-    hint = f"; to switch clipping off pass {off}" if off else ""
-    if not is_real(limit):
+    hint = f"; to switch clipping off pass {disabled_value}" if disabled_value else ""
+    if not is_real(threshold):
         kinds = "a number, a scalar array or a schedule" if schedule else "a number or scalar array"
         raise TypeError(
-            f"{argument} must be {kinds}, got {short(limit)} of type {type(limit).__name__}"
-            f"{hint if limit is None else one_of_several(limit)}"
+            f"{argument} must be {kinds}, got {short_repr(threshold)} of type {type(threshold).__name__}"
+            f"{hint if threshold is None else chain_hint(threshold)}"
         )
-    shape = getattr(limit, "shape", ())
+    shape = getattr(threshold, "shape", ())
     if shape != ():
         a_dict = "pass a dict from the names of the groups, as in optaxclip.clip_by"
-        remedy = f"; to give each group a limit, {a_dict}" if schedule or by_name else ""
+        remedy = f"; to give each group a threshold, {a_dict}" if schedule or by_name else ""
         raise ValueError(f"{argument} must be a scalar, got an array of shape {shape}{remedy}")
-    is_array = isinstance(limit, jax.Array)
-    if is_array and (allow_any_number or not has_value(limit)):
-        return limit
+    is_array = isinstance(threshold, jax.Array)
+    if is_array and (allow_any_number or not has_value(threshold)):
+        return threshold
     try:
-        value = float(jax.device_get(limit) if is_array else limit)
+        value = float(jax.device_get(threshold) if is_array else threshold)
     except OverflowError:  # an integer above all floats
-        value = limit = math.inf if limit > 0 else -math.inf
+        value = threshold = math.inf if threshold > 0 else -math.inf
     if not allow_any_number and (math.isnan(value) or value < 0):
-        raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}{hint}")
-    if off and value == 0 and not allow_any_number:
+        raise ValueError(f"{argument} must not be negative or NaN, got {threshold!r}{hint}")
+    if disabled_value and value == 0 and not allow_any_number:
         warn(f"{argument} is 0, so no gradient passes and nothing is trained{hint}")
     if is_array:
-        return limit
+        return threshold
     # A number too large for JAX's default float dtype is infinite; NumPy would warn of it later.
     if abs(value) > float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max):
         return math.copysign(math.inf, value)
     # JAX would cut integers of 2**31 or more to 32 bits.
-    return limit if abs(value) < 2**31 else value
+    return threshold if abs(value) < 2**31 else value
 
 
-def checked_decay(decay: Any, argument: str) -> Any:
+def check_decay(decay: Any, argument: str) -> Any:
     """`decay`, checked to be a number; unless it is an array, it must be from 0 to below 1.
 
     A decay of 1 gives all values the weight 0, so that a debiased average would be 0 / 0.
     """
-    checked_limit(decay, argument, allow_any_number=True)
+    check_threshold_value(decay, argument, allow_any_number=True)
     refuse_narrow(decay, argument)
     if not has_value(decay):
         return decay
@@ -109,23 +115,23 @@ def refuse_narrow(number: Any, argument: str) -> None:
         )
 
 
-def refuse_parts(limit: Any, argument: str) -> None:
+def check_not_component(threshold: Any, argument: str) -> None:
     """Refuses names of rules, a scope and functions of this package, which are not schedules."""
-    refuse_uncalled(limit, "optaxclip.thresholds", argument, "thresholds")
-    if isinstance(limit, str) and (near := difflib.get_close_matches(limit, _rules(), n=1)):
+    check_called(threshold, "optaxclip.thresholds", argument, "thresholds")
+    if isinstance(threshold, str) and (near := difflib.get_close_matches(threshold, _rules(), n=1)):
         raise TypeError(
-            f"{argument} must be a number, a schedule or a rule, got the name {limit!r}: a rule is "
+            f"{argument} must be a number, a schedule or a rule, got the name {threshold!r}: a rule is "
             f"what thresholds.{near[0]}(...) returns"
         )
-    if str(getattr(limit, "__module__", "")).startswith("optaxclip.scopes"):
+    if str(getattr(threshold, "__module__", "")).startswith("optaxclip.scopes"):
         raise TypeError(
             f"{argument} must be a number, a schedule or a rule, got a scope, which is the first "
             "argument, as in clip_by(scopes.leaf(), 1.0)"
         )
-    if is_uncalled(limit, "optaxclip"):
+    if is_uncalled_factory(threshold, "optaxclip"):
         raise TypeError(
             f"{argument} must be a number, a schedule or a rule, got the function "
-            f"{getattr(limit, '__name__', '')} of optaxclip, which is none of these"
+            f"{getattr(threshold, '__name__', '')} of optaxclip, which is none of these"
         )
 
 

@@ -1,4 +1,4 @@
-"""Limits that do not depend on the past: a constant, a schedule, a share of the parameters."""
+"""Thresholds that do not depend on the past: a constant, a schedule, a share of the parameters."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,42 +9,44 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.states import Names, increased
-from optaxclip._base.types import ArrayLike, Limits, PyTree, Threshold
-from optaxclip.thresholds.base import makes_rule
-from optaxclip.thresholds.by_name import by_name
-from optaxclip.thresholds.calling import checked_rule, checked_schedule
-from optaxclip.thresholds.checks import checked_limit, refuse_parts
+from optaxclip._base.states import StaticNames, safe_increment
+from optaxclip._base.types import ArrayLike, PyTree, ThresholdRule, Thresholds
+from optaxclip.thresholds.base import rule_factory
+from optaxclip.thresholds.by_name import apply_by_name
+from optaxclip.thresholds.calling import check_rule, check_schedule
+from optaxclip.thresholds.checks import check_not_component, check_threshold_value
 
 ScalarOrSchedule: TypeAlias = ArrayLike | Callable[[Array], ArrayLike]
-LimitLike: TypeAlias = ScalarOrSchedule | Threshold | Mapping[str, ScalarOrSchedule | Threshold]
+ThresholdLike: TypeAlias = (
+    ScalarOrSchedule | ThresholdRule | Mapping[str, ScalarOrSchedule | ThresholdRule]
+)
 
 
-@makes_rule
-def constant(limit: ArrayLike) -> Threshold:
-    """The same limit at every step.
+@rule_factory
+def constant(threshold: ArrayLike) -> ThresholdRule:
+    """The same threshold at every step.
 
     Args:
-      limit: a scalar.
+      threshold: a scalar.
 
     Raises:
-      ValueError: if `limit` is not a scalar, or is a negative or NaN number. (A traced limit below
+      ValueError: if `threshold` is not a scalar, or is a negative or NaN number. (A traced threshold below
         0 acts as 0, a traced NaN makes the groups NaN.)
-      TypeError: if `limit` is not a number.
+      TypeError: if `threshold` is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.constant(1.0)
-      >>> limits, _ = rule.update(jnp.array([3.0, 0.5]), rule.init(jnp.zeros(2)), None)
-      >>> print(limits.target)
+      >>> thresholds, _ = rule.update(jnp.array([3.0, 0.5]), rule.init(jnp.zeros(2)), None)
+      >>> print(thresholds.target)
       [1. 1.]
     """
-    return _constant_rule(checked_limit(limit, "limit", off="math.inf"))
+    return _constant_rule(check_threshold_value(threshold, "threshold", disabled_value="math.inf"))
 
 
-@makes_rule
-def schedule(fn: Callable[[Array], ArrayLike]) -> Threshold:
-    """A limit `fn(count)`, where `count` is the number of steps so far: 0 at the first step.
+@rule_factory
+def schedule(fn: Callable[[Array], ArrayLike]) -> ThresholdRule:
+    """A threshold `fn(count)`, where `count` is the number of steps so far: 0 at the first step.
 
     Args:
       fn: an Optax schedule, or any traceable function from int32[] to a scalar.
@@ -65,19 +67,19 @@ def schedule(fn: Callable[[Array], ArrayLike]) -> Threshold:
     return _rule_of_schedule(fn, "fn")
 
 
-def _constant_rule(checked: Any) -> Threshold:
-    return Threshold(Partial(_no_state), Partial(_constant, checked))
+def _constant_rule(checked: Any) -> ThresholdRule:
+    return ThresholdRule(Partial(_no_state), Partial(_constant, checked))
 
 
-def _rule_of_schedule(fn: Callable[[Array], ArrayLike], argument: str) -> Threshold:
+def _rule_of_schedule(fn: Callable[[Array], ArrayLike], argument: str) -> ThresholdRule:
     """`schedule`, with `argument` as the function's name in messages."""
-    checked = Partial(checked_schedule(fn, argument))
-    return Threshold(Partial(_zero_count), Partial(_scheduled, _Schedule(checked)))
+    checked = Partial(check_schedule(fn, argument))
+    return ThresholdRule(Partial(_init_count), Partial(_scheduled_update, _Schedule(checked)))
 
 
-@makes_rule
-def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Threshold:
-    """A limit of `ratio * max(norm of the parameters, eps)` for each group.
+@rule_factory
+def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> ThresholdRule:
+    """A threshold of `ratio * max(norm of the parameters, eps)` for each group.
 
     Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
 
@@ -99,97 +101,103 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Thresh
     return relative(ratio, eps, "ratio")
 
 
-def relative(ratio: ScalarOrSchedule, eps: ArrayLike, argument: str) -> Threshold:
+def relative(ratio: ScalarOrSchedule, eps: ArrayLike, argument: str) -> ThresholdRule:
     """`relative_to_params`, with `argument` as the name of `ratio` in messages."""
-    eps = checked_limit(eps, "eps")
+    eps = check_threshold_value(eps, "eps")
     if callable(ratio):
         inner = _rule_of_schedule(ratio, argument)
     else:
-        inner = _constant_rule(checked_limit(ratio, argument, off="math.inf", schedule=True))
-    return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
+        inner = _constant_rule(
+            check_threshold_value(ratio, argument, disabled_value="math.inf", schedule=True)
+        )
+    return ThresholdRule(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 
-@makes_rule
-def given(limits: Limits) -> Threshold:
-    """The given limits at every step, a trigger and a target for each group.
+@rule_factory
+def fixed(thresholds: Thresholds) -> ThresholdRule:
+    """The given thresholds at every step, a trigger and a target for each group.
 
     Args:
-      limits: triggers and targets: each is one number or an array of the shape of the norms.
+      thresholds: triggers and targets: each is one number or an array of the shape of the norms.
 
     Raises:
       ValueError: (when used) if a field does not broadcast to the shape of the norms.
     """
-    return Threshold(Partial(_no_state), Partial(_given, limits))
+    return ThresholdRule(Partial(_no_state), Partial(_fixed_update, thresholds))
 
 
-def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str, Any]:
-    """A limit that a user passed, checked: as a rule, or as a dict of rules and numbers by name.
+def check_threshold(
+    threshold: ThresholdLike, argument: str = "threshold"
+) -> ThresholdRule | dict[str, Any]:
+    """A threshold that a user passed, checked: as a rule, or as a dict of rules and numbers by name.
 
     A rule is a pytree, so it can be an argument of `jit`.
     """
-    if isinstance(limit, Mapping):
-        return {name: _checked(each, f"{argument}[{name!r}]") for name, each in limit.items()}
-    return _as_rule(_checked(limit, argument)).as_pytree()
+    if isinstance(threshold, Mapping):
+        return {name: _check_one(each, f"{argument}[{name!r}]") for name, each in threshold.items()}
+    return _make_rule(_check_one(threshold, argument)).as_pytree()
 
 
-def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
-    """One limit, checked: as a rule, or as a number."""
-    if isinstance(limit, Threshold):
-        return checked_rule(limit, argument)
-    refuse_parts(limit, argument)
-    if callable(limit):
-        return _rule_of_schedule(limit, argument)
-    return checked_limit(limit, argument, off="math.inf", schedule=True)
+def _check_one(threshold: ScalarOrSchedule | ThresholdRule, argument: str) -> Any:
+    """One threshold, checked: as a rule, or as a number."""
+    if isinstance(threshold, ThresholdRule):
+        return check_rule(threshold, argument)
+    check_not_component(threshold, argument)
+    if callable(threshold):
+        return _rule_of_schedule(threshold, argument)
+    return check_threshold_value(threshold, argument, disabled_value="math.inf", schedule=True)
 
 
-def _as_rule(checked: Any) -> Threshold:
-    return checked if isinstance(checked, Threshold) else _constant_rule(checked)
+def _make_rule(checked: Any) -> ThresholdRule:
+    return checked if isinstance(checked, ThresholdRule) else _constant_rule(checked)
 
 
-def rule_for(
-    limit: Threshold | dict[str, Any],
+def resolve_rule(
+    threshold: ThresholdRule | dict[str, Any],
     entries: Sequence[tuple[str, tuple[int, ...]]],
     is_part: bool = False,
-) -> Threshold:
-    """The rule of a checked limit for these entries of the norms: a name and a shape for each.
+) -> ThresholdRule:
+    """The rule of a checked threshold for these entries of the norms: a name and a shape for each.
 
-    Without entries, as for parameters without leaves, the names are those of the limit. In a part
-    of a tree, groups of the limit may be missing.
+    Without entries, as for parameters without leaves, the names are those of the threshold. In a part
+    of a tree, groups of the threshold may be missing.
     """
-    if isinstance(limit, Threshold):
-        return limit
-    entries = entries or [(name, ()) for name in sorted(limit)]
+    if isinstance(threshold, ThresholdRule):
+        return threshold
+    entries = entries or [(name, ()) for name in sorted(threshold)]
     names = [name for name, _ in entries]
-    if not set(names) <= set(limit) or (len(limit) > len(names) and not is_part):
-        groups = f"limits are given for the groups {sorted(limit)}, but the groups are {names}"
-        raise ValueError(f"{groups}: give one limit for each of these, and no others")
-    groups = Names(tuple(names), tuple(shape for _, shape in entries))
-    return by_name({name: _as_rule(limit[name]) for name in names}, groups)
+    if not set(names) <= set(threshold) or (len(threshold) > len(names) and not is_part):
+        groups = (
+            f"thresholds are given for the groups {sorted(threshold)}, but the groups are {names}"
+        )
+        raise ValueError(f"{groups}: give one threshold for each of these, and no others")
+    groups = StaticNames(tuple(names), tuple(shape for _, shape in entries))
+    return apply_by_name({name: _make_rule(threshold[name]) for name in names}, groups)
 
 
-def state_of_fixed(limit: Threshold | dict[str, Any], name: str) -> PyTree:
-    """The state of a checked limit without memory, which is the same at every step."""
+def stateless_rule_state(threshold: ThresholdRule | dict[str, Any], name: str) -> PyTree:
+    """The state of a checked threshold without memory, which is the same at every step."""
 
-    def of(rule: Threshold) -> PyTree:
+    def rule_state(rule: ThresholdRule) -> PyTree:
         state = jax.eval_shape(rule.init, jax.ShapeDtypeStruct((1,), jnp.float32))
         if jax.tree.leaves(state):
-            raise ValueError(without_memory(name))
+            raise ValueError(needs_state_message(name))
         return state
 
-    if isinstance(limit, dict):
-        return {group: of(_as_rule(each)) for group, each in limit.items()}
-    return of(limit)
+    if isinstance(threshold, dict):
+        return {group: rule_state(_make_rule(each)) for group, each in threshold.items()}
+    return rule_state(threshold)
 
 
-def without_memory(name: str) -> str:
-    """The message for a limit that depends on earlier steps where `record=False`."""
+def needs_state_message(name: str) -> str:
+    """The message for a threshold that depends on earlier steps where `record=False`."""
     return (
-        f"{name}: with record=False there is no state, which this limit needs because it depends "
-        "on earlier steps; leave record=False out, or take a constant limit"
+        f"{name}: with record=False there is no state, which this threshold needs because it depends "
+        "on earlier steps; leave record=False out, or take a constant threshold"
     )
 
 
-def at_step(rule: Threshold, state: PyTree) -> Threshold:
+def evaluate_schedules(rule: ThresholdRule, state: PyTree) -> ThresholdRule:
     """The rule, with each schedule replaced by its value at this step.
 
     Thus one compiled program serves all steps and all schedules. Rules that contain other rules
@@ -197,13 +205,13 @@ def at_step(rule: Threshold, state: PyTree) -> Threshold:
     """
     # A state of any other shape belongs to another rule; a later check refuses it.
     is_count = getattr(state, "shape", None) == ()
-    if getattr(rule.update, "func", None) not in (_scheduled, _relative) or not is_count:
+    if getattr(rule.update, "func", None) not in (_scheduled_update, _relative) or not is_count:
         return rule
 
-    def now(x: Any) -> Any:
+    def evaluate(x: Any) -> Any:
         return x(state) if isinstance(x, _Schedule) else x
 
-    return jax.tree.map(now, rule, is_leaf=lambda x: isinstance(x, _Schedule))
+    return jax.tree.map(evaluate, rule, is_leaf=lambda x: isinstance(x, _Schedule))
 
 
 @jax.tree_util.register_dataclass
@@ -214,7 +222,7 @@ class _Schedule:
     fn: Callable[[Array], Any]
 
     def __call__(self, count: Array) -> Any:
-        return checked_limit(self.fn(count), "the schedule's value", allow_any_number=True)
+        return check_threshold_value(self.fn(count), "the schedule's value", allow_any_number=True)
 
 
 def _no_state(norms: Array) -> tuple[()]:
@@ -222,49 +230,51 @@ def _no_state(norms: Array) -> tuple[()]:
     return ()
 
 
-def _zero_count(norms: Array) -> Array:
+def _init_count(norms: Array) -> Array:
     del norms
     return jnp.zeros((), jnp.int32)
 
 
-def _filled(limit: Any, norms: Array) -> Array:
-    """A limit in the shape and dtype of the norms."""
-    return jnp.broadcast_to(jnp.asarray(limit).astype(norms.dtype), norms.shape)
+def _broadcast_threshold(threshold: Any, norms: Array) -> Array:
+    """A threshold in the shape and dtype of the norms."""
+    return jnp.broadcast_to(jnp.asarray(threshold).astype(norms.dtype), norms.shape)
 
 
 def _constant(
-    limit: Any, norms: Array, state: tuple[()], param_norms: Array | None
-) -> tuple[Limits, tuple[()]]:
+    threshold: Any, norms: Array, state: tuple[()], param_norms: Array | None
+) -> tuple[Thresholds, tuple[()]]:
     del param_norms
-    limits = _filled(limit, norms)
-    return Limits(limits, limits), state
+    thresholds = _broadcast_threshold(threshold, norms)
+    return Thresholds(thresholds, thresholds), state
 
 
-def _given(
-    limits: Limits, norms: Array, state: tuple[()], param_norms: Array | None
-) -> tuple[Limits, tuple[()]]:
+def _fixed_update(
+    thresholds: Thresholds, norms: Array, state: tuple[()], param_norms: Array | None
+) -> tuple[Thresholds, tuple[()]]:
     del param_norms
-    return Limits(*(_filled(field, norms) for field in limits)), state
+    return Thresholds(*(_broadcast_threshold(field, norms) for field in thresholds)), state
 
 
-def _scheduled(
-    limit: Any, norms: Array, count: Array, param_norms: Array | None
-) -> tuple[Limits, Array]:
+def _scheduled_update(
+    threshold: Any, norms: Array, count: Array, param_norms: Array | None
+) -> tuple[Thresholds, Array]:
     del param_norms
-    limits = _filled(limit(count) if isinstance(limit, _Schedule) else limit, norms)
-    return Limits(limits, limits), increased(count)
+    thresholds = _broadcast_threshold(
+        threshold(count) if isinstance(threshold, _Schedule) else threshold, norms
+    )
+    return Thresholds(thresholds, thresholds), safe_increment(count)
 
 
 def _relative(
-    inner: Callable[..., tuple[Limits, PyTree]],
+    inner: Callable[..., tuple[Thresholds, PyTree]],
     eps: Any,
     norms: Array,
     state: PyTree,
     param_norms: Array,
-) -> tuple[Limits, PyTree]:
+) -> tuple[Thresholds, PyTree]:
     (ratio, _), state = inner(norms, state, None)
     size = jnp.maximum(param_norms.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
     # The product gets 0 for an infinite ratio: even unselected, its derivatives must be finite.
     is_infinite = jnp.isinf(ratio)
-    limits = jnp.where(is_infinite, ratio, jnp.where(is_infinite, 0, ratio) * size)
-    return Limits(limits, limits), state
+    thresholds = jnp.where(is_infinite, ratio, jnp.where(is_infinite, 0, ratio) * size)
+    return Thresholds(thresholds, thresholds), state

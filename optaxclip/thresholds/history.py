@@ -7,24 +7,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import checked_bool, checked_int, warn
-from optaxclip._base.numerics import over_power, power_of_two_below, safe_sqrt
-from optaxclip._base.states import registered_state
-from optaxclip._base.types import ArrayLike, Limits, Threshold
+from optaxclip._base.arguments import check_bool, check_int, warn
+from optaxclip._base.numerics import divide_by_pow2, floor_pow2, safe_sqrt
+from optaxclip._base.states import register_state
+from optaxclip._base.types import ArrayLike, ThresholdRule, Thresholds
 from optaxclip.thresholds.base import (
-    FLOOR,
-    PATIENCE,
+    DEFAULT_FLOOR,
+    DEFAULT_PATIENCE,
     Record,
     adaptive,
-    as_float,
-    at_least,
-    makes_rule,
-    multiple,
-    within,
+    cast_to_float32,
+    check_minimum,
+    check_range,
+    rule_factory,
+    signed_multiple,
 )
 
 
-@makes_rule
+@rule_factory
 def percentile(
     percentile: ArrayLike = 95.0,
     window: int = 1000,
@@ -32,10 +32,10 @@ def percentile(
     record: Record = "raw",
     inclusive: bool = False,
     warmup_steps: int | None = None,
-    floor: float = FLOOR,
-    patience: int | None = PATIENCE,
+    floor: float = DEFAULT_FLOOR,
+    patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
-) -> Threshold:
+) -> ThresholdRule:
     """A percentile of the last norms, interpolated linearly.
 
     With the defaults this is the rule of TRELLIS (microsoft/TRELLIS), which judges a norm by
@@ -48,24 +48,24 @@ def percentile(
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
       record: explained in `optaxclip.thresholds.base`, like the options that follow.
       inclusive: whether a norm counts in the window that judges it.
-      warmup_steps: norms to record before there is a limit; a full window if None.
-      floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after this many norms in a row above their limit the raw norm is recorded.
-      max_norm: a cap on every limit.
+      warmup_steps: norms to record before there is a threshold; a full window if None.
+      floor: smaller norms are not recorded, and no threshold is smaller.
+      patience: after this many norms in a row above their threshold the raw norm is recorded.
+      max_norm: a cap on every threshold.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.percentile(50.0, window=4, warmup_steps=1)
       >>> state = rule.init(jnp.zeros(()))
       >>> for norm in (1.0, 1.2, 0.8):
-      ...     limits, state = rule.update(jnp.array(norm), state, None)
-      >>> print(limits.trigger)
+      ...     thresholds, state = rule.update(jnp.array(norm), state, None)
+      >>> print(thresholds.trigger)
       1.1
     """
-    window = checked_int(window, 1, "window")
+    window = check_int(window, 1, "window")
     return adaptive(
         _Percentile(window),
-        _checked_percentile(percentile),
+        _check_percentile(percentile),
         record=record,
         inclusive=inclusive,
         warmup_steps=window if warmup_steps is None else warmup_steps,
@@ -75,7 +75,7 @@ def percentile(
     )
 
 
-@makes_rule
+@rule_factory
 def window(
     num_std: ArrayLike = 3.0,
     window: int = 128,
@@ -85,10 +85,10 @@ def window(
     record: Record = "raw",
     inclusive: bool = False,
     warmup_steps: int | None = None,
-    floor: float = FLOOR,
-    patience: int | None = PATIENCE,
+    floor: float = DEFAULT_FLOOR,
+    patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
-) -> Threshold:
+) -> ThresholdRule:
     """The mean of the last norms plus a number of standard deviations.
 
     With the defaults this is Levanter's rule (marin-community/levanter), which it applies to
@@ -102,25 +102,25 @@ def window(
       min_std: a floor under the standard deviation.
       record: explained in `optaxclip.thresholds.base`, like the options that follow.
       inclusive: whether a norm counts in the window that judges it.
-      warmup_steps: norms to record before there is a limit; half a window if None.
-      floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after this many norms in a row above their limit the raw norm is recorded.
-      max_norm: a cap on every limit.
+      warmup_steps: norms to record before there is a threshold; half a window if None.
+      floor: smaller norms are not recorded, and no threshold is smaller.
+      patience: after this many norms in a row above their threshold the raw norm is recorded.
+      max_norm: a cap on every threshold.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.window(3.0, window=4)
       >>> state = rule.init(jnp.zeros(()))
       >>> for norm in (1.0, 1.2, 0.8):
-      ...     limits, state = rule.update(jnp.array(norm), state, None)
-      >>> print(limits.trigger)
+      ...     thresholds, state = rule.update(jnp.array(norm), state, None)
+      >>> print(thresholds.trigger)
       1.4
     """
-    window = checked_int(window, 2, "window")
-    within(ddof, 0, 1, "ddof")
+    window = check_int(window, 2, "window")
+    check_range(ddof, 0, 1, "ddof")
     return adaptive(
         _Window(window, ddof),
-        (at_least(num_std, 0, "num_std"), at_least(min_std, 0, "min_std")),
+        (check_minimum(num_std, 0, "num_std"), check_minimum(min_std, 0, "min_std")),
         record=record,
         inclusive=inclusive,
         warmup_steps=window // 2 if warmup_steps is None else warmup_steps,
@@ -130,43 +130,43 @@ def window(
     )
 
 
-@makes_rule
+@rule_factory
 def median(
     scale: ArrayLike = 2.0,
     window: int = 100,
     *,
     every_step: bool = False,
-    floor: float = FLOOR,
+    floor: float = DEFAULT_FLOOR,
     max_norm: ArrayLike | None = None,
-) -> Threshold:
+) -> ThresholdRule:
     """A multiple of the median of the last norms.
 
-    As in ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230) the limit is set
+    As in ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230) the threshold is set
     every `window` steps, and at steps 10, 20 and 40 to twice the multiple. A step's norm counts in
-    the limit of that step, but the norm of the first step never counts. With `every_step` the limit
+    the threshold of that step, but the norm of the first step never counts. With `every_step` the threshold
     is set at each step, from the first one, and all norms in the window count.
 
     Args:
       scale: the multiple.
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
-      every_step: whether to set the limit at every step.
-      floor: smaller norms are not recorded, and no limit is smaller. The rule needs no patience,
+      every_step: whether to set the threshold at every step.
+      floor: smaller norms are not recorded, and no threshold is smaller. The rule needs no patience,
         because it records raw norms and so follows every lasting rise.
-      max_norm: a cap on every limit.
+      max_norm: a cap on every threshold.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.median(2.0, window=100, every_step=True)
       >>> state = rule.init(jnp.zeros(()))
       >>> for norm in (1.0, 1.2, 0.8):
-      ...     limits, state = rule.update(jnp.array(norm), state, None)
-      >>> print(limits.trigger)
+      ...     thresholds, state = rule.update(jnp.array(norm), state, None)
+      >>> print(thresholds.trigger)
       2.0
     """
-    window = checked_int(window, 1, "window")
+    window = check_int(window, 1, "window")
     return adaptive(
-        _Median(window) if checked_bool(every_step, "every_step") else _PeriodicMedian(window),
-        at_least(scale, 0, "scale"),
+        _Median(window) if check_bool(every_step, "every_step") else _PeriodicMedian(window),
+        check_minimum(scale, 0, "scale"),
         record="raw",
         inclusive=True,
         floor=floor,
@@ -175,13 +175,13 @@ def median(
     )
 
 
-def _checked_percentile(percentile: Any) -> Any:
+def _check_percentile(percentile: Any) -> Any:
     """A percentile, checked; warns of a number that looks like a share."""
-    percentile = within(percentile, 0, 100, "percentile")
+    percentile = check_range(percentile, 0, 100, "percentile")
     if not isinstance(percentile, jax.Array) and 0 < percentile < 1:
         warn(
             f"percentile is a number from 0 to 100, so {percentile!r} means that fewer than 1 in "
-            f"100 norms are below the limit; for a share of {percentile!r} pass "
+            f"100 norms are below the threshold; for a share of {percentile!r} pass "
             f"{100 * percentile:g}"
         )
     return percentile
@@ -200,65 +200,71 @@ class _Ring:
 
     def observe(self, settings: Any, state: Array, norm: Array, count: Array) -> Array:
         del settings
-        return jnp.where(self.places(count) == (count % self.window)[None], norm[None], state)
+        return jnp.where(self.slots(count) == (count % self.window)[None], norm[None], state)
 
-    def places(self, like: Array) -> Array:
+    def slots(self, like: Array) -> Array:
         column = jnp.arange(self.window, dtype=jnp.int32).reshape(-1, *(1,) * like.ndim)
         return jnp.broadcast_to(column, (self.window, *like.shape))
 
-    def held(self, count: Array) -> tuple[Array, Array]:
+    def filled_slots(self, count: Array) -> tuple[Array, Array]:
         """Which places hold a norm after `count` norms, and how many of them do."""
         number = jnp.minimum(count, self.window)
-        return self.places(count) < number[None], number
+        return self.slots(count) < number[None], number
 
 
 class _Percentile(_Ring):
-    def limits(self, settings: Any, state: Array, norm: Array, count: Array) -> Limits:
+    def compute_thresholds(
+        self, settings: Any, state: Array, norm: Array, count: Array
+    ) -> Thresholds:
         del norm
-        is_held, number = self.held(count)
+        is_held, number = self.filled_slots(count)
         ordered = jnp.sort(jnp.where(is_held, state, jnp.finfo(state.dtype).max), axis=0)
         last = jnp.maximum(number - 1, 0)
-        position = last.astype(jnp.float32) * (as_float(settings) / 100)
+        position = last.astype(jnp.float32) * (cast_to_float32(settings) / 100)
         below = jnp.floor(position).astype(jnp.int32)
-        low, high = _at(ordered, below), _at(ordered, jnp.minimum(below + 1, last))
+        low, high = _take(ordered, below), _take(ordered, jnp.minimum(below + 1, last))
         share = position - below.astype(jnp.float32)
-        limit = jnp.where(number > 0, low + share * (high - low), jnp.inf)
-        return Limits(limit, limit)
+        threshold = jnp.where(number > 0, low + share * (high - low), jnp.inf)
+        return Thresholds(threshold, threshold)
 
 
 class _Median(_Ring):
-    def limits(self, settings: Any, state: Array, norm: Array, count: Array) -> Limits:
-        median = _Percentile(self.window).limits(50.0, state, norm, count).trigger
-        limit = multiple(settings, median)
-        return Limits(limit, limit)
+    def compute_thresholds(
+        self, settings: Any, state: Array, norm: Array, count: Array
+    ) -> Thresholds:
+        median = _Percentile(self.window).compute_thresholds(50.0, state, norm, count).trigger
+        threshold = signed_multiple(settings, median)
+        return Thresholds(threshold, threshold)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Window(_Ring):
     ddof: int
 
-    def limits(self, settings: Any, state: Array, norm: Array, count: Array) -> Limits:
+    def compute_thresholds(
+        self, settings: Any, state: Array, norm: Array, count: Array
+    ) -> Thresholds:
         del norm
-        num_std, min_std = (as_float(number) for number in settings)
-        is_held, number = self.held(count)
+        num_std, min_std = (cast_to_float32(number) for number in settings)
+        is_held, number = self.filled_slots(count)
         number = number.astype(jnp.float32)
         ring = jnp.where(is_held, state, 0)
         # Norms are divided by a power of two near the largest, so that no sum or square overflows.
-        unit = power_of_two_below(jnp.max(jnp.abs(ring), axis=0))
-        ring = over_power(ring, unit[None])
+        unit = floor_pow2(jnp.max(jnp.abs(ring), axis=0))
+        ring = divide_by_pow2(ring, unit[None])
         mean = jnp.sum(ring, axis=0) / jnp.maximum(number, 1)
         deviations = jnp.where(is_held, ring - mean[None], 0)
         squares = jnp.sum(jnp.square(deviations), axis=0)
         std = unit * safe_sqrt(squares / jnp.maximum(number - self.ddof, 1))
-        limit = unit * mean + multiple(num_std, jnp.maximum(std, min_std))
-        limit = jnp.where(number == 0, jnp.inf, limit)
-        return Limits(limit, limit)
+        threshold = unit * mean + signed_multiple(num_std, jnp.maximum(std, min_std))
+        threshold = jnp.where(number == 0, jnp.inf, threshold)
+        return Thresholds(threshold, threshold)
 
 
-@registered_state
+@register_state
 class _PeriodicState(NamedTuple):
     ring: Array
-    limit: Array
+    threshold: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,22 +281,28 @@ class _PeriodicMedian:
     ) -> _PeriodicState:
         past = _Ring(self.window)
         ring = past.observe(settings, state.ring, norm, count)
-        places = past.places(count)
+        places = past.slots(count)
         # The norm of step 0 never counts.
         is_held = ((places > 0) & (places <= count[None])) | (count >= self.window)[None]
         held = jnp.minimum(count, self.window)
         middle = jnp.clip(held // 4 * 2, 0, jnp.maximum(held - 1, 0))
-        median = _at(jnp.sort(jnp.where(is_held, ring, jnp.inf), axis=0), middle)
-        limit = multiple(settings, median)
+        median = _take(jnp.sort(jnp.where(is_held, ring, jnp.inf), axis=0), middle)
+        threshold = signed_multiple(settings, median)
         is_early = ((count == 10) | (count == 20) | (count == 40)) & (count < self.window)
         is_regular = count % self.window == 0
-        limit = jnp.where(is_regular, limit, jnp.where(is_early, multiple(2, limit), state.limit))
-        return _PeriodicState(ring, limit)
+        threshold = jnp.where(
+            is_regular,
+            threshold,
+            jnp.where(is_early, signed_multiple(2, threshold), state.threshold),
+        )
+        return _PeriodicState(ring, threshold)
 
-    def limits(self, settings: Any, state: _PeriodicState, norm: Array, count: Array) -> Limits:
+    def compute_thresholds(
+        self, settings: Any, state: _PeriodicState, norm: Array, count: Array
+    ) -> Thresholds:
         del settings, norm, count
-        return Limits(state.limit, state.limit)
+        return Thresholds(state.threshold, state.threshold)
 
 
-def _at(ordered: Array, place: Array) -> Array:
+def _take(ordered: Array, place: Array) -> Array:
     return jnp.take_along_axis(ordered, place[None], axis=0)[0]

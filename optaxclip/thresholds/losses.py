@@ -1,4 +1,4 @@
-"""Limits for losses; unlike limits for norms, they may be negative and have no floor."""
+"""Thresholds for losses; unlike thresholds for norms, they may be negative and have no floor."""
 
 import math
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from jax.tree_util import Partial
 
 import optaxclip._border.devices as devices
 from optaxclip._base.numerics import is_real
-from optaxclip._base.states import increased
-from optaxclip._base.types import Limits, Threshold
-from optaxclip.thresholds.base import of_any_sign
-from optaxclip.thresholds.calling import checked_rule, checked_schedule
-from optaxclip.thresholds.checks import checked_limit, refuse_parts
+from optaxclip._base.states import safe_increment
+from optaxclip._base.types import ThresholdRule, Thresholds
+from optaxclip.thresholds.base import remove_floor
+from optaxclip.thresholds.calling import check_rule, check_schedule
+from optaxclip.thresholds.checks import check_not_component, check_threshold_value
 from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 
-def loss_among(
+def loss_from_extra_args(
     extra_args: Mapping[str, Any], name: str, axis_names: tuple[str, ...] | None
 ) -> Array:
     """The loss, `loss` or `value` among an update's extra arguments, in float32 or float64.
@@ -42,25 +42,27 @@ def loss_among(
             f"{argument} must be a scalar, the loss of the whole batch, got an array of shape "
             f"{jnp.shape(loss)}; pass its mean"
         )
-    devices.refuse_different(loss, devices.shared_axes(axis_names), f"{name}: {argument}")
+    devices.check_replicated(loss, devices.norm_axes(axis_names), f"{name}: {argument}")
     loss = jnp.asarray(loss)
     return loss.astype(jnp.float64 if loss.dtype == jnp.float64 else jnp.float32)
 
 
-def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_limit") -> Threshold:
-    """A checked limit of the loss, of any sign, as a rule; the floor of a rule is not used."""
-    if isinstance(limit, Threshold):
-        if limit.uses_params:
+def check_loss_threshold(
+    threshold: ScalarOrSchedule | ThresholdRule, argument: str = "loss_threshold"
+) -> ThresholdRule:
+    """A checked threshold of the loss, of any sign, as a rule; the floor of a rule is not used."""
+    if isinstance(threshold, ThresholdRule):
+        if threshold.uses_params:
             raise ValueError(f"{argument} cannot be relative to the parameters: pass another rule")
-        return of_any_sign(checked_rule(limit, argument), argument).as_pytree()
-    refuse_parts(limit, argument)
-    if callable(limit):
-        checked = Partial(checked_schedule(limit, argument))
-        return Threshold(Partial(_no_steps), Partial(_at_step, checked))
-    number = checked_limit(limit, argument, allow_any_number=True, schedule=True)
+        return remove_floor(check_rule(threshold, argument), argument).as_pytree()
+    check_not_component(threshold, argument)
+    if callable(threshold):
+        checked = Partial(check_schedule(threshold, argument))
+        return ThresholdRule(Partial(_no_steps), Partial(_scheduled_loss_update, checked))
+    number = check_threshold_value(threshold, argument, allow_any_number=True, schedule=True)
     if not isinstance(number, jax.Array) and math.isnan(number):
         raise ValueError(f"{argument} must not be NaN; to judge the norm alone pass None")
-    return Threshold(Partial(_no_steps), Partial(_at_step, number))
+    return ThresholdRule(Partial(_no_steps), Partial(_scheduled_loss_update, number))
 
 
 def _no_steps(losses: Array) -> Array:
@@ -68,11 +70,11 @@ def _no_steps(losses: Array) -> Array:
     return jnp.zeros((), jnp.int32)
 
 
-def _at_step(
-    limit: Any, loss: Array, count: Array, param_norms: Array | None
-) -> tuple[Limits, Array]:
+def _scheduled_loss_update(
+    threshold: Any, loss: Array, count: Array, param_norms: Array | None
+) -> tuple[Thresholds, Array]:
     del param_norms
-    now = limit(count) if callable(limit) else limit
-    now = checked_limit(now, "the schedule's value", allow_any_number=True)
+    now = threshold(count) if callable(threshold) else threshold
+    now = check_threshold_value(now, "the schedule's value", allow_any_number=True)
     now = jnp.asarray(now).astype(loss.dtype)
-    return Limits(now, now), increased(count)
+    return Thresholds(now, now), safe_increment(count)

@@ -10,28 +10,28 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import checked_bool, checked_choice
-from optaxclip._base.numerics import averaged, bounded, safe_divide, safe_sqrt
-from optaxclip._base.states import registered_state
-from optaxclip._base.types import ArrayLike, Limits, Threshold
+from optaxclip._base.arguments import check_bool, check_choice
+from optaxclip._base.numerics import clamp_to_finite, divide_no_nan, lerp, safe_sqrt
+from optaxclip._base.states import register_state
+from optaxclip._base.types import ArrayLike, ThresholdRule, Thresholds
 from optaxclip.thresholds.base import (
-    FLOOR,
-    PATIENCE,
+    DEFAULT_FLOOR,
+    DEFAULT_PATIENCE,
     Record,
     adaptive,
-    as_float,
-    at_least,
-    makes_rule,
-    multiple,
-    root_of_squares,
+    cast_to_float32,
+    check_minimum,
+    check_range,
+    rule_factory,
+    safe_hypot,
     select_tree,
-    within,
+    signed_multiple,
 )
 
 Option = Literal["adaptive", "mean", "percentile"]
 
 
-@makes_rule
+@rule_factory
 def ema(
     decay: ArrayLike = 0.95,
     ratio: ArrayLike = 2.0,
@@ -43,10 +43,10 @@ def ema(
     inclusive: bool = False,
     record: Record = "clipped",
     warmup_steps: int = 0,
-    floor: float = FLOOR,
-    patience: int | None = PATIENCE,
+    floor: float = DEFAULT_FLOOR,
+    patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
-) -> Threshold:
+) -> ThresholdRule:
     """A multiple of the exponential moving average of the norms, by default of the earlier ones.
 
     The defaults are OLMo's rule for each parameter (allenai/OLMo, `max_grad_norm_ratio`).
@@ -64,30 +64,34 @@ def ema(
       skip_steps: how many norms are ignored before the first is recorded.
       inclusive: whether a norm counts in the average that judges it; if so, it is recorded raw.
       record: explained in `optaxclip.thresholds.base`, like the options that follow.
-      warmup_steps: norms to record before there is a limit.
-      floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after this many norms in a row above their limit the raw norm is recorded.
-      max_norm: a cap on every limit.
+      warmup_steps: norms to record before there is a threshold.
+      floor: smaller norms are not recorded, and no threshold is smaller.
+      patience: after this many norms in a row above their threshold the raw norm is recorded.
+      max_norm: a cap on every threshold.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.ema(0.5, 2.0)
       >>> state = rule.init(jnp.zeros(()))
       >>> for norm in (1.0, 1.5, 1.0):
-      ...     limits, state = rule.update(jnp.array(norm), state, None)
-      >>> print(limits.trigger)
+      ...     thresholds, state = rule.update(jnp.array(norm), state, None)
+      >>> print(thresholds.trigger)
       2.5
     """
     same = target_decay is None and target_ratio is None
     settings = _EmaSettings(
-        decay=within(decay, 0, 1, "decay", "; a multiple of the average is ratio="),
-        ratio=at_least(ratio, 0, "ratio"),
-        target_decay=decay if target_decay is None else within(target_decay, 0, 1, "target_decay"),
-        target_ratio=ratio if target_ratio is None else at_least(target_ratio, 0, "target_ratio"),
-        skip_steps=at_least(skip_steps, 0, "skip_steps"),
+        decay=check_range(decay, 0, 1, "decay", "; a multiple of the average is ratio="),
+        ratio=check_minimum(ratio, 0, "ratio"),
+        target_decay=decay
+        if target_decay is None
+        else check_range(target_decay, 0, 1, "target_decay"),
+        target_ratio=ratio
+        if target_ratio is None
+        else check_minimum(target_ratio, 0, "target_ratio"),
+        skip_steps=check_minimum(skip_steps, 0, "skip_steps"),
     )
     return adaptive(
-        _Ema(checked_bool(debias, "debias"), same),
+        _Ema(check_bool(debias, "debias"), same),
         settings,
         record=record,
         inclusive=inclusive,
@@ -98,7 +102,7 @@ def ema(
     )
 
 
-@makes_rule
+@rule_factory
 def zscore(
     alpha: ArrayLike = 0.97,
     z_thresh: ArrayLike = 2.5,
@@ -107,10 +111,10 @@ def zscore(
     option: Option = "adaptive",
     debias: bool = False,
     record: Record = "clipped",
-    floor: float = FLOOR,
-    patience: int | None = PATIENCE,
+    floor: float = DEFAULT_FLOOR,
+    patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
-) -> Threshold:
+) -> ThresholdRule:
     """A number of standard deviations above the moving mean of the norms before this one.
 
     Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507.
@@ -118,35 +122,35 @@ def zscore(
     Args:
       alpha: the decay of mean and variance.
       z_thresh: a norm more than `z_thresh` standard deviations above the mean is a spike.
-      warmup_steps: norms to record before there is a limit; the moving mean and variance start from
+      warmup_steps: norms to record before there is a threshold; the moving mean and variance start from
         the plain mean and variance of these norms.
       option: which norm a spike of z-score `z` is given: "adaptive" gives it
         `mean + z_thresh**2 / z * std`, which is lower for larger spikes; "mean" gives it the mean;
-        "percentile" gives it the limit, `mean + z_thresh * std`.
+        "percentile" gives it the threshold, `mean + z_thresh * std`.
       debias: whether mean and variance are debiased averages from the first norm on, as in axlearn
         (apple/axlearn); if False, they start from those of the warm-up.
       record: explained in `optaxclip.thresholds.base`, like the options that follow.
-      floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after this many norms in a row above their limit the raw norm is recorded.
-      max_norm: a cap on every limit, in the warm-up too.
+      floor: smaller norms are not recorded, and no threshold is smaller.
+      patience: after this many norms in a row above their threshold the raw norm is recorded.
+      max_norm: a cap on every threshold, in the warm-up too.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.zscore(warmup_steps=3)
       >>> state = rule.init(jnp.zeros(()))
       >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
-      ...     limits, state = rule.update(jnp.array(norm), state, None)
-      >>> print(limits.target)
+      ...     thresholds, state = rule.update(jnp.array(norm), state, None)
+      >>> print(thresholds.target)
       1.04042
     """
-    option = checked_choice(option, get_args(Option), "option")
+    option = check_choice(option, get_args(Option), "option")
     settings = _ZScoreSettings(
-        within(alpha, 0, 1, "alpha", "; a number of standard deviations is z_thresh="),
-        at_least(z_thresh, 0, "z_thresh"),
-        at_least(warmup_steps, 0, "warmup_steps"),
+        check_range(alpha, 0, 1, "alpha", "; a number of standard deviations is z_thresh="),
+        check_minimum(z_thresh, 0, "z_thresh"),
+        check_minimum(warmup_steps, 0, "warmup_steps"),
     )
     return adaptive(
-        _ZScore(option, checked_bool(debias, "debias")),
+        _ZScore(option, check_bool(debias, "debias")),
         settings,
         record=record,
         warmup_steps=warmup_steps,
@@ -164,7 +168,7 @@ class _EmaSettings(NamedTuple):
     skip_steps: Any
 
 
-@registered_state
+@register_state
 class _EmaState(NamedTuple):
     trigger: Array
     target: Array
@@ -174,7 +178,7 @@ class _EmaState(NamedTuple):
 class _Ema:
     any_sign: ClassVar[bool] = True
     debias: bool
-    same: bool
+    shares_average: bool
 
     def init(self, settings: Any, like: Array) -> _EmaState:
         del settings
@@ -186,22 +190,25 @@ class _Ema:
     ) -> _EmaState:
         seen = jnp.maximum(count - settings.skip_steps, 0)
 
-        def after(average: Array, decay: Any) -> Array:
-            new = averaged(average, norm, weight(decay, seen, self.debias))
+        def ema_update(average: Array, decay: Any) -> Array:
+            new = lerp(average, norm, ema_weight(decay, seen, self.debias))
             return jnp.where(count >= settings.skip_steps, new, average)
 
         return _EmaState(
-            after(state.trigger, settings.decay), after(state.target, settings.target_decay)
+            ema_update(state.trigger, settings.decay),
+            ema_update(state.target, settings.target_decay),
         )
 
-    def limits(self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array) -> Limits:
+    def compute_thresholds(
+        self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array
+    ) -> Thresholds:
         # The first norm is compared with itself.
         is_first = count <= settings.skip_steps
-        trigger = multiple(settings.ratio, jnp.where(is_first, norm, state.trigger))
-        if self.same:
-            return Limits(trigger, trigger)
-        target = multiple(settings.target_ratio, jnp.where(is_first, norm, state.target))
-        return Limits(trigger, target)
+        trigger = signed_multiple(settings.ratio, jnp.where(is_first, norm, state.trigger))
+        if self.shares_average:
+            return Thresholds(trigger, trigger)
+        target = signed_multiple(settings.target_ratio, jnp.where(is_first, norm, state.target))
+        return Thresholds(trigger, target)
 
 
 class _ZScoreSettings(NamedTuple):
@@ -210,7 +217,7 @@ class _ZScoreSettings(NamedTuple):
     warmup_steps: Any
 
 
-@registered_state
+@register_state
 class Moments(NamedTuple):
     """Mean and standard deviation of one value per group, float32."""
 
@@ -233,46 +240,46 @@ class _ZScore:
         self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
     ) -> Moments:
         if self.debias:
-            return weighted(state, norm, weight(settings.alpha, count, debias=True))
-        plain = weighted(state, norm, 1 / (count.astype(jnp.float32) + 1))
-        rest = 1 - as_float(settings.alpha)
-        mean = averaged(state.mean, norm, rest)
+            return update_moments(state, norm, ema_weight(settings.alpha, count, debias=True))
+        plain = update_moments(state, norm, 1 / (count.astype(jnp.float32) + 1))
+        rest = 1 - cast_to_float32(settings.alpha)
+        mean = lerp(state.mean, norm, rest)
         # As published, the deviation is taken from the new mean.
-        std = root_of_squares(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
+        std = safe_hypot(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
         is_warm = (count > 0) & (count >= settings.warmup_steps)
         return select_tree(is_warm, Moments(mean, std), plain)
 
-    def limits(
+    def compute_thresholds(
         self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
-    ) -> Limits:
-        z_thresh, std = as_float(settings.z_thresh), state.std
-        # Until a norm was recorded, there is no limit.
-        distance = jnp.where(count == 0, jnp.inf, multiple(z_thresh, std))
+    ) -> Thresholds:
+        z_thresh, std = cast_to_float32(settings.z_thresh), state.std
+        # Until a norm was recorded, there is no threshold.
+        distance = jnp.where(count == 0, jnp.inf, signed_multiple(z_thresh, std))
         trigger = state.mean + distance
         if self.option == "percentile":
-            return Limits(trigger, trigger)
+            return Thresholds(trigger, trigger)
         # The published z-score adds 1e-6 to the deviation; the published "percentile" does not.
         trigger = trigger if self.debias else trigger + z_thresh * 1e-6
         if self.option == "mean":
-            return Limits(trigger, jnp.where(count == 0, jnp.inf, state.mean))
+            return Thresholds(trigger, jnp.where(count == 0, jnp.inf, state.mean))
         z = (norm - state.mean) / (std + 1e-6)
         # Bounded, because the quotient of two infinities would be NaN.
-        harder = jnp.maximum(safe_divide(z, bounded(z_thresh), 1), 1)
+        harder = jnp.maximum(divide_no_nan(z, clamp_to_finite(z_thresh), 1), 1)
         is_open = jnp.isinf(distance)
         target = state.mean + jnp.where(is_open, 0, distance) / harder
-        return Limits(trigger, jnp.where(is_open, jnp.inf, target))
+        return Thresholds(trigger, jnp.where(is_open, jnp.inf, target))
 
 
-def weight(decay: Any, count: Array, debias: bool) -> Array:
+def ema_weight(decay: Any, count: Array, debias: bool) -> Array:
     """The weight of a new value in a moving average of `count` earlier values; 1 for the first."""
-    rest = 1 - as_float(decay)
+    rest = 1 - cast_to_float32(decay)
     if not debias:
         return jnp.where(count == 0, 1, rest)
-    power = as_float(decay) ** (count.astype(jnp.float32) + 1)
-    return safe_divide(rest, jnp.maximum(1 - power, rest), (count == 0).astype(jnp.float32))
+    power = cast_to_float32(decay) ** (count.astype(jnp.float32) + 1)
+    return divide_no_nan(rest, jnp.maximum(1 - power, rest), (count == 0).astype(jnp.float32))
 
 
-def weighted(moments: Moments, value: Array, weight: Array) -> Moments:
+def update_moments(moments: Moments, value: Array, weight: Array) -> Moments:
     """Mean and deviation after one more value with this weight."""
-    std = root_of_squares(moments.std, safe_sqrt(weight) * (value - moments.mean))
-    return Moments(averaged(moments.mean, value, weight), safe_sqrt(1 - weight) * std)
+    std = safe_hypot(moments.std, safe_sqrt(weight) * (value - moments.mean))
+    return Moments(lerp(moments.mean, value, weight), safe_sqrt(1 - weight) * std)

@@ -6,29 +6,29 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
-from optaxclip._base.states import registered_state
-from optaxclip._base.types import ArrayLike, Limits, Threshold
+from optaxclip._base.numerics import divide_no_nan, lerp, safe_sqrt
+from optaxclip._base.states import register_state
+from optaxclip._base.types import ArrayLike, ThresholdRule, Thresholds
 from optaxclip.thresholds.base import (
-    FLOOR,
+    DEFAULT_FLOOR,
     adaptive,
-    as_float,
-    at_least,
-    makes_rule,
-    root_of_squares,
-    within,
+    cast_to_float32,
+    check_minimum,
+    check_range,
+    rule_factory,
+    safe_hypot,
 )
-from optaxclip.thresholds.moving import weight
+from optaxclip.thresholds.moving import ema_weight
 
 
-@makes_rule
+@rule_factory
 def mean_over_rms(
     mean_decay: ArrayLike = 0.7,
     square_decay: ArrayLike = 0.9,
     eps: ArrayLike = 1e-8,
     *,
-    floor: float = FLOOR,
-) -> Threshold:
+    floor: float = DEFAULT_FLOOR,
+) -> ThresholdRule:
     """The mean of the norms so far, divided by their root mean square.
 
     It is about 1, and smaller after a jump of the norm. Both means are debiased moving averages,
@@ -41,21 +41,21 @@ def mean_over_rms(
       mean_decay: the decay of the mean.
       square_decay: the decay of the mean square.
       eps: added to the root mean square.
-      floor: smaller norms are not recorded, and no limit is smaller.
+      floor: smaller norms are not recorded, and no threshold is smaller.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.mean_over_rms()
       >>> state = rule.init(jnp.zeros(()))
       >>> for norm in (1.0, 1.2, 0.8):
-      ...     limits, state = rule.update(jnp.array(norm), state, None)
-      >>> print(limits.target)
+      ...     thresholds, state = rule.update(jnp.array(norm), state, None)
+      >>> print(thresholds.target)
       0.966206
     """
     settings = _HistorySettings(
-        within(mean_decay, 0, 1, "mean_decay"),
-        within(square_decay, 0, 1, "square_decay"),
-        at_least(eps, 0, "eps"),
+        check_range(mean_decay, 0, 1, "mean_decay"),
+        check_range(square_decay, 0, 1, "square_decay"),
+        check_minimum(eps, 0, "eps"),
     )
     return adaptive(
         _MeanOverRms(), settings, record="raw", inclusive=True, floor=floor, patience=None
@@ -68,7 +68,7 @@ class _HistorySettings(NamedTuple):
     eps: Any
 
 
-@registered_state
+@register_state
 class _Averages(NamedTuple):
     """Debiased averages of the norms, float32: the mean and the root of the mean square."""
 
@@ -87,18 +87,18 @@ class _MeanOverRms:
         self, settings: _HistorySettings, state: _Averages, norm: Array, count: Array
     ) -> _Averages:
         of_mean, of_square = (
-            weight(decay, count, debias=True)
+            ema_weight(decay, count, debias=True)
             for decay in (settings.mean_decay, settings.square_decay)
         )
         return _Averages(
-            averaged(state.mean, norm, of_mean),
-            root_of_squares(safe_sqrt(1 - of_square) * state.rms, safe_sqrt(of_square) * norm),
+            lerp(state.mean, norm, of_mean),
+            safe_hypot(safe_sqrt(1 - of_square) * state.rms, safe_sqrt(of_square) * norm),
         )
 
-    def limits(
+    def compute_thresholds(
         self, settings: _HistorySettings, state: _Averages, norm: Array, count: Array
-    ) -> Limits:
+    ) -> Thresholds:
         del norm
-        ratio = safe_divide(state.mean, state.rms + as_float(settings.eps), 0)
+        ratio = divide_no_nan(state.mean, state.rms + cast_to_float32(settings.eps), 0)
         target = jnp.where(count == 0, jnp.inf, ratio)
-        return Limits(target, target)
+        return Thresholds(target, target)

@@ -1,11 +1,11 @@
-"""Finding a limit: `suggest` one from recorded norms, or try many in one compiled program.
+"""Finding a threshold: `suggest` one from recorded norms, or try many in one compiled program.
 
 `suggest` takes the norms that `optaxclip.monitor.record` kept::
 
   norms = optaxclip.monitor.history(opt_state)
   print(optaxclip.tuning.suggest(norms))
 
-`sweep` trains with several limits, and names the largest one that is as good as the best.
+`sweep` trains with several thresholds, and names the largest one that is as good as the best.
 """
 
 from optaxclip.tuning.suggesting import Alternative as Alternative

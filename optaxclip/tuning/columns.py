@@ -47,7 +47,7 @@ OF_A_CHART = re.compile(r"__(MIN|MAX)$")
 NORM = re.compile(r"(.*_)?(g|grad)?norms?(_.*)?")
 GRADIENT_NORM = re.compile(r"(.*_)?(g|grads?|gradients?)(_?norms?|_.*norms?)(_.*)?")
 OTHER = re.compile(
-    r"(.*_)?(clipped|after|post|num|limit|ratio|min|max|mean|std|var|ema|layer|batch|rms"
+    r"(.*_)?(clipped|after|post|num|threshold|ratio|min|max|mean|std|var|ema|layer|batch|rms"
     r"|(param(eter)?|weight|update)s?)(_.*)?"
 )
 """Columns with norms of other things than gradients, and with other facts about norms."""

@@ -1,4 +1,4 @@
-"""The verdict on a limit, reasons not to trust it, advice, and the words for each verdict."""
+"""The verdict on a threshold, reasons not to trust it, advice, and the words for each verdict."""
 
 import math
 from typing import Literal, NamedTuple, TypeAlias
@@ -9,7 +9,7 @@ from optaxclip.tuning.columns import Steps
 from optaxclip.tuning.spread import LARGEST_RATIO, Floats, Shape
 
 ENOUGH_NORMS = 100
-SHARE_AT_LIMIT = 0.1
+SHARE_AT_THRESHOLD = 0.1
 """If a larger share of norms is within a thousandth of the largest, they were probably clipped."""
 LARGE_FACTOR = 20.0
 """In a run that learns, the level changes by less."""
@@ -19,7 +19,7 @@ LAST = 3
 """If this many norms at the end are not finite, the run is lost."""
 
 FITS = 0.05
-"""A constant limit fits a level that moves if it clips at most this share of ordinary norms, and
+"""A constant threshold fits a level that moves if it clips at most this share of ordinary norms, and
 whatever is 8 times its level, which is a spike everywhere."""
 
 Lines = tuple[str, ...]
@@ -27,41 +27,41 @@ Verdict: TypeAlias = Literal["constant", "adaptive", "none"]
 
 
 class Words(NamedTuple):
-    """What is said of a suggestion because of its verdict: first, of its limit, rule and line."""
+    """What is said of a suggestion because of its verdict: first, of its threshold, rule and line."""
 
     title: str
-    limit: str
+    threshold: str
     rule: str
     line: str
 
 
-def words(verdict: Verdict, limit: float, call: str, doubts: Lines) -> Words:
-    """The words for a limit and for the call of an adaptive rule."""
+def words(verdict: Verdict, threshold: float, call: str, doubts: Lines) -> Words:
+    """The words for a threshold and for the call of an adaptive rule."""
     doubt = ", in doubt" if doubts else ""
     return {
-        "constant": Words(f"limit {limit:g}{doubt}", f"suggested{doubt}", "adaptive", ""),
+        "constant": Words(f"threshold {threshold:g}{doubt}", f"suggested{doubt}", "adaptive", ""),
         "adaptive": Words(
-            f"{call}{doubt}, as no constant limit fits",
-            "the best constant limit",
+            f"{call}{doubt}, as no constant threshold fits",
+            "the best constant threshold",
             f"suggested{doubt}",
             "best constant ",
         ),
-        "none": Words(f"limit {limit:g}, in doubt", "in doubt", "adaptive", "doubtful "),
+        "none": Words(f"threshold {threshold:g}, in doubt", "in doubt", "adaptive", "doubtful "),
     }[verdict]
 
 
 class Judgement(NamedTuple):
-    """What to do with the limit, reasons not to trust it, and what else to do."""
+    """What to do with the threshold, reasons not to trust it, and what else to do."""
 
     verdict: Verdict
     doubts: Lines
     advice: Lines
 
 
-def judged_limit(
-    norms: Floats, shape: Shape, limit: float, steps: Steps | None = None
+def judged_threshold(
+    norms: Floats, shape: Shape, threshold: float, steps: Steps | None = None
 ) -> Judgement:
-    """Judges the best constant limit; `shape` is of the norms that are finite and positive.
+    """Judges the best constant threshold; `shape` is of the norms that are finite and positive.
 
     The steps of the norms rise; they are 0, 1, ... if they are None.
     """
@@ -70,20 +70,20 @@ def judged_limit(
     if signs:
         low = math.exp(shape.level.min())
         remedy = (
-            "the norms of a run that is lost show no good limit: record a run that learns, with a "
-            f"low limit such as {low:.2g} or a lower learning rate, or try limits with "
+            "the norms of a run that is lost show no good threshold: record a run that learns, with a "
+            f"low threshold such as {low:.2g} or a lower learning rate, or try thresholds with "
             "optaxclip.tuning.sweep"
         )
         return Judgement("none", doubts, (remedy,))
     fall = _rise(-shape.level[shape.warmup :])
     if fall > LARGE_FACTOR:
         falls = f"the level of the norms falls by a factor of {fall:.3g}"
-        doubts = (*doubts, f"{falls}: no limit fits start and end")
-    does = _effect(norms, shape, limit)
+        doubts = (*doubts, f"{falls}: no threshold fits start and end")
+    does = _effect(norms, shape, threshold)
     fits = does.clipped <= FITS and does.times <= LARGEST_RATIO and fall <= LARGE_FACTOR
     fits |= shape.regime == "stationary"
     verdict: Verdict = "constant" if fits else "adaptive"
-    return Judgement(verdict, doubts, _advice(norms, shape, limit, does, verdict))
+    return Judgement(verdict, doubts, _advice(norms, shape, threshold, does, verdict))
 
 
 def _about_the_record(norms: Floats, shape: Shape, steps: Steps | None) -> Lines:
@@ -97,7 +97,7 @@ def _about_the_record(norms: Floats, shape: Shape, steps: Steps | None) -> Lines
             "optaxclip.monitor.record keeps the norm of every step"
         )
     finite = norms[np.isfinite(norms)]
-    if np.mean(finite >= 0.999 * finite.max()) > SHARE_AT_LIMIT:
+    if np.mean(finite >= 0.999 * finite.max()) > SHARE_AT_THRESHOLD:
         doubts.append(f"many norms equal the largest, {finite.max():g}: are they clipped already?")
     return tuple(doubts)
 
@@ -115,7 +115,7 @@ def _signs_of_loss(norms: Floats, shape: Shape) -> Lines:
     if far > FAR_FACTOR:
         doubts.append(
             f"one in 300 ordinary norms is {far:.3g} times its level, without a gap below the "
-            "spikes: a limit above them does little"
+            "spikes: a threshold above them does little"
         )
     return tuple(doubts)
 
@@ -126,7 +126,7 @@ def _rise(level: Floats) -> float:
 
 
 class _Effect(NamedTuple):
-    """What a limit does to the norms after the warm-up.
+    """What a threshold does to the norms after the warm-up.
 
     `clipped` is the share of ordinary norms above it, `missed` how many spikes are not above it,
     `times` how many times the lowest level it is.
@@ -138,31 +138,37 @@ class _Effect(NamedTuple):
     is_reached: bool
 
 
-def _effect(norms: Floats, shape: Shape, limit: float) -> _Effect:
-    is_above = norms[np.isfinite(norms) & (norms > 0)][shape.warmup :] > limit
+def _effect(norms: Floats, shape: Shape, threshold: float) -> _Effect:
+    is_above = norms[np.isfinite(norms) & (norms > 0)][shape.warmup :] > threshold
     is_spike = shape.spikes[shape.warmup :]
     clipped, missed = float(np.mean(is_above[~is_spike])), int(np.sum(is_spike & ~is_above))
-    return _Effect(clipped, missed, limit / math.exp(shape.low), bool(is_above.any()))
+    return _Effect(clipped, missed, threshold / math.exp(shape.low), bool(is_above.any()))
 
 
-def _advice(norms: Floats, shape: Shape, limit: float, does: _Effect, verdict: Verdict) -> Lines:
+def _advice(
+    norms: Floats, shape: Shape, threshold: float, does: _Effect, verdict: Verdict
+) -> Lines:
     advice = []
     if not np.isfinite(norms).all():
-        advice.append("no limit helps with norms that are not finite; use optaxclip.skip_nonfinite")
+        advice.append(
+            "no threshold helps with norms that are not finite; use optaxclip.skip_nonfinite"
+        )
     level = f"the level of the norms is {shape.regime}"
     if verdict == "adaptive":
         return (
             *advice,
-            f"{level}, so no constant limit fits: {limit:g} clips {does.clipped:.1%} of the "
+            f"{level}, so no constant threshold fits: {threshold:g} clips {does.clipped:.1%} of the "
             f"ordinary norms, and is {does.times:.3g} times the lowest level; the adaptive rule "
             "follows the level",
         )
     if shape.regime != "stationary":
         advice.append(f"{level}; if it moves on, the adaptive rule follows it")
     if not does.is_reached:
-        advice.append("no norm is above the limit, which would have changed nothing in this run")
+        advice.append(
+            "no norm is above the threshold, which would have changed nothing in this run"
+        )
     elif does.missed:
         advice.append(
-            f"{does.missed} of {shape.spikes[shape.warmup :].sum()} spikes are below the limit"
+            f"{does.missed} of {shape.spikes[shape.warmup :].sum()} spikes are below the threshold"
         )
     return tuple(advice)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optaxclip._base.extras import remedy
+from optaxclip._base.extras import install_command
 from optaxclip.tuning.columns import Columns, Series
 
 START = b"brain.Event:"
@@ -38,7 +38,7 @@ def _events(data: bytes, source: str) -> Iterator[Any]:
         from google.protobuf.message import DecodeError
         from tensorboardX.proto import event_pb2
     except ModuleNotFoundError as error:
-        reads = f"which tensorboardX reads: {remedy('tensorboard')}"
+        reads = f"which tensorboardX reads: {install_command('tensorboard')}"
         raise ValueError(f"{source} is an event file, {reads}") from error
     if len(data) >= BEGINNING and START not in data[:BEGINNING]:
         raise ValueError(f"{source} is damaged: it does not begin as an event file; {REMEDY}")

@@ -10,7 +10,7 @@ import numpy as np
 
 import optaxclip.tuning.events as events
 import optaxclip.tuning.texts as texts
-from optaxclip._base.arguments import near_miss
+from optaxclip._base.arguments import did_you_mean
 from optaxclip._base.host import ArrayLike
 from optaxclip.tuning.columns import Columns, Series, Steps, chosen, listed, numeric_among
 from optaxclip.tuning.steps import ordered
@@ -66,7 +66,7 @@ def _one_column(columns: Columns, column: str | None, source: str) -> Column:
     values = columns.get(column, "is not there")
     if isinstance(values, str):
         others = f"; the columns with numbers are {listed(numeric)}" if numeric else ""
-        others += "" if column in columns else near_miss(str(column), numeric)
+        others += "" if column in columns else did_you_mean(str(column), numeric)
         raise ValueError(f"{source}: the column {column!r} {values}{others}")
     values, steps, again = ordered(columns, column, values)
     return Column(column if len(columns) > 1 else None, values, steps, again)

@@ -23,7 +23,7 @@ Numbers = np.ndarray[Any, Any]
 StepFn = Callable[..., tuple[PyTree, Array, Array]]
 Progress = Callable[[int], object]
 Runs = tuple[Array, ...]
-"""Limits and learning rates, float32[runs] each."""
+"""Thresholds and learning rates, float32[runs] each."""
 Record = tuple[Array, Array, Array]
 """Losses, norms and shares of clipped groups, float32[runs..., steps] each."""
 
@@ -110,12 +110,12 @@ def _chunk(
     """A chunk of steps of all runs of a group."""
 
     def one_run(args: tuple[PyTree, Runs]) -> tuple[PyTree, Record]:
-        start, (limit, rate) = args
+        start, (threshold, rate) = args
 
         def one_step(state: PyTree, batch: PyTree) -> tuple[PyTree, Record]:
-            state, loss, norm = step(state, batch, limit, rate)
+            state, loss, norm = step(state, batch, threshold, rate)
             norms = jnp.atleast_1d(norm).astype(jnp.float32)
-            share = jnp.mean((norms > limit).astype(jnp.float32))
+            share = jnp.mean((norms > threshold).astype(jnp.float32))
             return state, (jnp.asarray(loss, jnp.float32), global_norm(norms), share)
 
         return jax.lax.scan(one_step, start, batches)

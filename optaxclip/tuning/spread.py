@@ -22,7 +22,7 @@ FALSE_SHARE = 0.03
 SELDOM = 1 / 400
 """At most this share of ordinary norms is taken for spikes."""
 REACH, END = 4.5, 0.9
-"""The limit is so many standard deviations of ordinary norms above the highest level, which this
+"""The threshold is so many standard deviations of ordinary norms above the highest level, which this
 quantile of all ordinary norms shows. Neither rests on single norms, as an extreme does, so they are
 nearly the same without every second step."""
 BODY, ALL_BUT_SPIKES = 0.8, 0.97
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     Attributes:
       level: float64[steps], the moving median; after the warm-up of stationary norms their median.
       low: the lowest level after the warm-up, but for a few steps.
-      limit: the best constant limit.
+      threshold: the best constant threshold.
       spread: the standard deviation of ordinary norms from their level.
       spikes: bool[steps], which norms are spikes.
       warmup: how many of the first steps have a level unlike all later ones.
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
     level: Floats
     low: float
-    limit: float
+    threshold: float
     spread: float
     spikes: np.ndarray[Any, np.dtype[np.bool_]]
     warmup: int
@@ -75,9 +75,9 @@ def shape_of(logs: Floats) -> Shape:
     high, std = _end(logs[used], around[used], spread)
     low, _ = _end(-logs[used], -around[used], spread)
     reach = np.clip(REACH * std, math.log(SMALLEST_RATIO), math.log(LARGEST_RATIO))
-    limit = high + min(float(reach), border)
+    threshold = high + min(float(reach), border)
     spread = _spread(deviations[warmup:])
-    return Shape(level, -low, limit, spread, spikes, warmup, regime, seldom)
+    return Shape(level, -low, threshold, spread, spikes, warmup, regime, seldom)
 
 
 def _window(steps: int) -> int:

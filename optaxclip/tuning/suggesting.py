@@ -1,4 +1,4 @@
-"""Suggests a limit from recorded norms."""
+"""Suggests a threshold from recorded norms."""
 
 import dataclasses
 import math
@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip._base.arguments import asks, short, warn
+from optaxclip._base.arguments import short_repr, validate_call, warn
 from optaxclip._base.host import ArrayLike
 from optaxclip.tuning.columns import Steps
-from optaxclip.tuning.doubts import Verdict, Words, judged_limit, words
+from optaxclip.tuning.doubts import Verdict, Words, judged_threshold, words
 from optaxclip.tuning.files import Column, read_norms
 from optaxclip.tuning.replaying import MAX_REPLAYED, UNCHOSEN, WINDOW, beside, replayed
 from optaxclip.tuning.spread import Floats, Regime, shape_of
@@ -38,10 +38,10 @@ class Alternative:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Suggestion:
-    """A limit for recorded norms, and why; `print` it to read it all.
+    """A threshold for recorded norms, and why; `print` it to read it all.
 
     Attributes:
-      limit: the best constant limit, which is suggested if the verdict is "constant".
+      threshold: the best constant threshold, which is suggested if the verdict is "constant".
       share_clipped: the share of steps with a norm above it, among those after the warm-up with a
         finite positive norm.
       typical_norm: the median after the warm-up, without spikes.
@@ -51,22 +51,22 @@ class Suggestion:
       warmup_steps: how many steps at the start have norms unlike all later ones.
       spikes: int[spikes], the steps after the warm-up whose norms are spikes.
       num_nonfinite: how many norms were NaN or infinite.
-      percentiles: constant limits at a few percentiles of the norms after the warm-up.
-      adaptive: the limit rule that fits the regime.
+      percentiles: constant thresholds at a few percentiles of the norms after the warm-up.
+      adaptive: the threshold rule that fits the regime.
       unchosen: AdaGC by the global norm, for adaptive optimizers if you do not want to choose.
-      unchosen_limit: the limit of `unchosen` after the last norm.
+      unchosen_threshold: the threshold of `unchosen` after the last norm.
       notes: the doubts, then advice.
       norms: float64[steps], all the norms.
       steps: int64[steps], the step of each norm: that of the log, or 0, 1, ... if it has none.
-      doubts: reasons not to trust the limit; empty if there are none.
-      verdict: what is suggested. "constant": the limit. "adaptive": the rule, because the level
-        moves, and a constant limit clips ordinary norms or is far above the lowest level.
+      doubts: reasons not to trust the threshold; empty if there are none.
+      verdict: what is suggested. "constant": the threshold. "adaptive": the rule, because the level
+        moves, and a constant threshold clips ordinary norms or is far above the lowest level.
         "none": nothing, because the run was lost.
       column: the column of the file that was read; None for an array, or a file of one column.
       again: how many rows of the file were left out, because their steps came again.
     """
 
-    limit: float
+    threshold: float
     share_clipped: float
     typical_norm: float
     spread: float
@@ -77,7 +77,7 @@ class Suggestion:
     percentiles: tuple[Alternative, ...]
     adaptive: Alternative
     unchosen: Alternative
-    unchosen_limit: float
+    unchosen_threshold: float
     notes: tuple[str, ...]
     norms: Floats = dataclasses.field(repr=False)
     steps: Steps = dataclasses.field(repr=False)
@@ -103,10 +103,10 @@ class Suggestion:
     @property
     def words(self) -> Words:
         """What is said because of the verdict."""
-        return words(self.verdict, self.limit, self.adaptive.call, self.doubts)
+        return words(self.verdict, self.threshold, self.adaptive.call, self.doubts)
 
     def __str__(self) -> str:
-        """Lines to read: the limit, doubts, what was found, alternatives, notes."""
+        """Lines to read: the threshold, doubts, what was found, alternatives, notes."""
         factor = math.exp(self.spread)
         source = "" if self.column is None else f" of the column {self.column!r}"
         source += f" ({self.again} rows of steps that came again left out)" if self.again else ""
@@ -119,7 +119,7 @@ class Suggestion:
         )
         says = self.words
         rows = [
-            (_constant(self.limit), self.share_clipped, says.limit),
+            (_constant(self.threshold), self.share_clipped, says.threshold),
             *(dataclasses.astuple(other) for other in self.percentiles),
             (self.adaptive.call, self.adaptive.share_clipped, f"{says.rule}, {self.adaptive.why}"),
             dataclasses.astuple(self.unchosen),
@@ -152,21 +152,21 @@ class Suggestion:
         return f" from {sizes.min():.3g} to {sizes.max():.3g}"
 
 
-@asks()
+@validate_call()
 def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = None) -> Suggestion:
-    """Suggests a limit that leaves ordinary gradients alone and catches the spikes.
+    """Suggests a threshold that leaves ordinary gradients alone and catches the spikes.
 
     The level is the median of the norms; if they drift or step by more than chance explains, and by
     more than a factor of 1.5, it is the median of the steps around each norm. A norm is a spike if
     it is at least 1.5 times its level, and if the tail of the other norms does not explain it, or
     if it is 8 times its level. `python -m benchmarks.suggesting` counts how often this is wrong.
-    The limit is 4.5 standard deviations of the logarithms of ordinary norms above the highest level
+    The threshold is 4.5 standard deviations of the logarithms of ordinary norms above the highest level
     that lasts, and from 1.5 to 8 times that level. None of this rests on single norms, so that a
     log of every second step gets nearly the same (`--real` counts it). If the level moves, and the
-    limit clips more than 5 % of the ordinary norms, or is more than 8 times the lowest level, the
-    verdict is that no constant limit fits, and a rule that follows the level is suggested. Only
+    threshold clips more than 5 % of the ordinary norms, or is more than 8 times the lowest level, the
+    verdict is that no constant threshold fits, and a rule that follows the level is suggested. Only
     steps after the warm-up are counted, printed and marked in pictures. Record the norms before any
-    clip, as `optaxclip.monitor.record` does as the first stage of a chain. The limit is
+    clip, as `optaxclip.monitor.record` does as the first stage of a chain. The threshold is
     proportional to the norms.
 
     Args:
@@ -211,7 +211,7 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
       >>> print(suggestion.spikes, suggestion.num_nonfinite, suggestion.regime)
       [100 200] 1 stationary
       >>> print(suggestion)  # doctest: +ELLIPSIS
-      limit ...
+      threshold ...
     """
     if isinstance(norms, str | os.PathLike):
         return suggested(read_norms(norms, column))
@@ -229,14 +229,14 @@ def suggested(column: Column) -> Suggestion:
     shape = shape_of(np.log(values[used]))
     counted = used[shape.warmup :]
     settled, is_spike = values[counted], shape.spikes[shape.warmup :]
-    limit = float(f"{math.exp(shape.limit):.3g}")
-    verdict, doubts, advice = judged_limit(values, shape, limit, steps)
+    threshold = float(f"{math.exp(shape.threshold):.3g}")
+    verdict, doubts, advice = judged_threshold(values, shape, threshold, steps)
     for doubt in doubts:
         warn(doubt)
-    share = float(np.mean(settled > limit))
-    unchosen, unchosen_limit = _unchosen(limit, values[used], shape.warmup)
+    share = float(np.mean(settled > threshold))
+    unchosen, unchosen_threshold = _unchosen(threshold, values[used], shape.warmup)
     return Suggestion(
-        limit=limit,
+        threshold=threshold,
         share_clipped=share,
         typical_norm=float(np.median(settled[~is_spike])),
         spread=shape.spread,
@@ -247,7 +247,7 @@ def suggested(column: Column) -> Suggestion:
         percentiles=tuple(_percentile(percent, settled) for percent in PERCENTILES),
         adaptive=_adaptive(shape.regime, share, values[used], shape.warmup),
         unchosen=unchosen,
-        unchosen_limit=unchosen_limit,
+        unchosen_threshold=unchosen_threshold,
         notes=(*doubts, *advice),
         norms=values,
         steps=steps,
@@ -267,7 +267,7 @@ def _checked(norms: ArrayLike) -> Floats:
         array = np.asarray(None)
     if (array.dtype == object and not isinstance(norms, list)) or hasattr(norms, "_fields"):
         raise TypeError(
-            f"norms must be an array of norms, or the path of a file, got {short(norms)} of type "
+            f"norms must be an array of norms, or the path of a file, got {short_repr(norms)} of type "
             f"{type(norms).__name__}; from the state of a chain with monitor.record, "
             "optaxclip.monitor.history(state) gets them"
         )
@@ -294,17 +294,17 @@ def _checked(norms: ArrayLike) -> Floats:
 
 
 def _percentile(percent: int, settled: Floats) -> Alternative:
-    limit = float(f"{np.percentile(settled, percent):.3g}")
-    share = float(np.mean(settled > limit))
-    return Alternative(_constant(limit), share, f"{percent}th percentile")
+    threshold = float(f"{np.percentile(settled, percent):.3g}")
+    share = float(np.mean(settled > threshold))
+    return Alternative(_constant(threshold), share, f"{percent}th percentile")
 
 
-def _constant(limit: float) -> str:
-    return f"clip_by_global_norm({limit:g})"
+def _constant(threshold: float) -> str:
+    return f"clip_by_global_norm({threshold:g})"
 
 
 def _adaptive(regime: Regime, share: float, norms: Floats, warmup: int) -> Alternative:
-    # AutoClip gets the percentile of the suggested limit, so that it clips as often as that limit.
+    # AutoClip gets the percentile of the suggested threshold, so that it clips as often as that threshold.
     percent = float(np.clip(round(100 * (1 - share), 1), PERCENTILES[0], PERCENTILES[-1]))
     calls: dict[Regime, str] = {
         "stationary": f"autoclip({percent:g}, window={WINDOW})",
@@ -316,8 +316,8 @@ def _adaptive(regime: Regime, share: float, norms: Floats, warmup: int) -> Alter
     return Alternative(calls[regime], share, f"for {regime} norms{basis}")
 
 
-def _unchosen(limit: float, norms: Floats, warmup: int) -> tuple[Alternative, float]:
-    """AdaGC, and its limit after the last norm."""
+def _unchosen(threshold: float, norms: Floats, warmup: int) -> tuple[Alternative, float]:
+    """AdaGC, and its threshold after the last norm."""
     share, last = replayed(norms, "unchosen", warmup)
-    why = f"meant to clip so often; its limit ends at {last:.3g}, {beside(last, limit)}"
+    why = f"meant to clip so often; its threshold ends at {last:.3g}, {beside(last, threshold)}"
     return Alternative(UNCHOSEN, share, why), last

@@ -47,7 +47,7 @@ OF_EXAMPLES = slow_unless(lambda model: model == "convolutions", MOVED_FOR_EXAMP
 # A ratio that is 1.00 in two digits.
 EQUAL = 1.005
 # The aims were 4, 8 and 12. One more is for the record's factor, which is a product, or for the
-# last norm of `monitor.record`, which a skip keeps or takes; and one copies a constant limit to
+# last norm of `monitor.record`, which a skip keeps or takes; and one copies a constant threshold to
 # where the last step's was.
 KERNELS, KERNELS_WITH_HISTORY, KERNELS_OF_ALL, KERNELS_OF_DEVICES = 6, 9, 13, 6
 # Two more than a skip's: for the scale, and for the good steps.

@@ -179,7 +179,7 @@ def test_microbatches_that_are_judged_cost_one_norm_and_one_gradient():
 
     by_hand, plain, judged = (
         per_microbatch(H100, 64, name)
-        for name in ("a scan by hand", "accumulate, measure=False", "accumulate")
+        for name in ("a scan by hand", "accumulate, compute_norms=False", "accumulate")
     )
     for x in ("read", "written", "temporary"):
         assert plain[x] <= by_hand[x] + aims.MORE_MOVED
@@ -207,5 +207,5 @@ def test_gradients_that_are_not_judged_are_added_up_over_devices_after_the_loop(
         assert "all-reduce" in text
         return "all-reduce" in text[text.index("\nENTRY") :]
 
-    assert outside_of_the_loop(reject=None, measure=False)
+    assert outside_of_the_loop(reject_rule=None, compute_norms=False)
     assert not outside_of_the_loop()

@@ -36,8 +36,8 @@ def one_by_one(clip, rule, rows):
     total, rejected = np.zeros(4), []
     for row in rows:
         norm = np.linalg.norm(row)
-        limits, rule_state = update_rule(norm, rule_state, None)
-        rejected.append(not norm <= limits.trigger)
+        threshold_values, rule_state = update_rule(norm, rule_state, None)
+        rejected.append(not norm <= threshold_values.trigger)
         if not rejected[-1]:
             clipped, clip_state = update_clip(as_tree(row), clip_state, PARAMS)
             total += np.append(clipped["w"], clipped["b"])
@@ -60,7 +60,7 @@ RULES = {
 @pytest.mark.parametrize(("clip", "rule"), list(zip(CLIPS, RULES, strict=True)))
 def test_as_a_loop_over_microbatches(clip, rule):
     clip, rule = CLIPS[clip], RULES[rule]
-    judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=clip, reject=rule)
+    judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=clip, reject_rule=rule)
     rows = batch_of(NORMS)
     _, grads, found = jax.jit(judged)(PARAMS, rows, state=judged.init(PARAMS, rows))
     mean, rejected, clip_state, rule_state = one_by_one(clip, rule, rows)
@@ -80,7 +80,7 @@ def test_a_number_is_the_largest_global_norm_of_a_microbatch():
     expected = np.mean(batch_of(np.minimum(NORMS[:6], 1)), axis=0)
     np.testing.assert_allclose(np.append(grads["w"], grads["b"]), expected, rtol=1e-5)
     (info,) = monitor.read(found.state).values()
-    assert (int(info.num_clipped), float(info.limit)) == (4, 1.0)
+    assert (int(info.num_clipped), float(info.threshold)) == (4, 1.0)
     np.testing.assert_allclose(info.norm, NORMS[5], rtol=1e-6)
 
 
@@ -108,7 +108,7 @@ def test_one_bad_microbatch_does_not_cost_the_others(bad):
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), (value, grads), expected[:2]
     )
     np.testing.assert_allclose(found.noise, expected[2].noise, rtol=1e-5)
-    everything = accumulate.value_and_grad(loss_fn, microbatch_size=1, reject=None)
+    everything = accumulate.value_and_grad(loss_fn, microbatch_size=1, reject_rule=None)
     of_all = jax.jit(everything)(PARAMS, rows)[1]["w"]
     assert np.isnan(of_all[1]) or bad == np.inf
     assert not np.all(np.isfinite(of_all))
@@ -120,7 +120,7 @@ def test_a_loss_that_is_not_finite_is_reason_enough():
 
     rows = jnp.array([[1.0, 0.0], [2.0, jnp.inf], [3.0, 0.0]])
     judged = accumulate.value_and_grad(loss, microbatch_size=1)
-    all_count = accumulate.value_and_grad(loss, microbatch_size=1, reject=None)
+    all_count = accumulate.value_and_grad(loss, microbatch_size=1, reject_rule=None)
     both = jax.jit(lambda *args: (judged(*args), all_count(*args)))
     (value, grads, found), (of_all, *_, kept) = both(jnp.float32(1), rows)
     assert np.isinf(of_all)
@@ -148,7 +148,7 @@ def test_a_clip_learns_nothing_of_what_is_rejected_or_without_weight():
         return jnp.where(jnp.abs(jnp.linalg.norm(x) - 1.2) < 0.01, 0.0, 1.0)
 
     judged = accumulate.value_and_grad(
-        loss_fn, microbatch_size=1, clip=1.0, reject=5.0, weight=weight
+        loss_fn, microbatch_size=1, clip=1.0, reject_rule=5.0, weight=weight
     )
     found = jax.jit(judged)(PARAMS, rows)[2]
     assert list(np.flatnonzero(found.rejected)) == [3, 6]
@@ -161,7 +161,7 @@ def test_what_has_no_weight_adds_nothing_whatever_it_is():
         return jnp.sum(w * x) / jnp.sum(x != 0).astype(jnp.float32)
 
     rows = jnp.array([[1.0], [0.0], [3.0]])
-    for options in ({}, {"reject": None}, {"reject": None, "measure": False}):
+    for options in ({}, {"reject_rule": None}, {"reject_rule": None, "compute_norms": False}):
         counted = accumulate.value_and_grad(
             loss, microbatch_size=1, weight=lambda x: jnp.sum(x != 0), **options
         )
@@ -174,7 +174,7 @@ def test_what_has_no_weight_adds_nothing_whatever_it_is():
 def test_a_rule_that_is_relative_to_the_parameters():
     # Their norm is 2.
     judged = accumulate.value_and_grad(
-        loss_fn, microbatch_size=1, reject=thresholds.relative_to_params(0.61)
+        loss_fn, microbatch_size=1, reject_rule=thresholds.relative_to_params(0.61)
     )
     found = jax.jit(judged)(PARAMS, batch_of(NORMS))[2]
     np.testing.assert_array_equal(found.rejected, ~(NORMS <= 1.2))
@@ -191,7 +191,9 @@ def test_a_clip_that_is_relative_to_the_parameters():
 @pytest.mark.slow
 def test_without_measuring_the_sum_is_the_same():
     rows = batch_of(NORMS[:6])
-    plain = accumulate.value_and_grad(loss_fn, microbatch_size=2, reject=None, measure=False)
+    plain = accumulate.value_and_grad(
+        loss_fn, microbatch_size=2, reject_rule=None, compute_norms=False
+    )
     value, grads, found = plain(PARAMS, rows)
     expected = accumulate.value_and_grad(loss_fn, microbatch_size=2)(PARAMS, rows)
     jax.tree.map(
@@ -202,7 +204,7 @@ def test_without_measuring_the_sum_is_the_same():
     np.testing.assert_allclose(found.loss, expected[2].loss, rtol=1e-6)
 
 
-def test_the_noise_of_what_a_limit_leaves_where_the_factor_is_no_number():
+def test_the_noise_of_what_a_threshold_leaves_where_the_factor_is_no_number():
     """A norm of 1e25 is brought to 1e-15: in float32 the factor 1e-40 is 0 on a CPU."""
     judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=1e-15)
     rows = batch_of(np.full(8, 1.0, np.float32))
@@ -214,7 +216,7 @@ def test_the_noise_of_what_a_limit_leaves_where_the_factor_is_no_number():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("weights", [[0.0, 0.0, 0.0], [1.0, -1.0, 1.0], [1.0, np.nan, 1.0]])
-@pytest.mark.parametrize("options", [{}, {"reject": None, "measure": False}])
+@pytest.mark.parametrize("options", [{}, {"reject_rule": None, "compute_norms": False}])
 def test_weights_that_are_known_too_late_give_nan(weights, options):
     """All 0, negative, NaN: of a traced weight there is no telling beforehand."""
 

@@ -177,7 +177,7 @@ def test_leaves_without_a_gradient():
 
 @pytest.mark.slow
 @where_sums_are_fused
-@pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"reject": None, "measure": False}])
+@pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"reject_rule": None, "compute_norms": False}])
 def test_memory_is_of_few_gradients_whatever_their_number(options):
     layers, width, size = 2, 256, 2
 
@@ -232,7 +232,7 @@ def test_a_mean_is_finite_where_the_sum_is_not(number, weight, w):
     @jax.jit
     def both(w, x):
         make = functools.partial(accumulate.value_and_grad, loss, microbatch_size=1)
-        judged, fast = make(weight=weight), make(weight=lambda x: 1, reject=None, measure=False)
+        judged, fast = make(weight=weight), make(weight=lambda x: 1, reject_rule=None, compute_norms=False)
         _, grads, found = judged(w, x)
         return grads, fast(w, x)[1], found.rejected
 
@@ -268,7 +268,7 @@ def test_weights_and_losses_anywhere_in_the_range(scale, constant):
     np.testing.assert_array_equal(found.weight, given)
 
 
-@pytest.mark.parametrize("options", [{}, {"reject": None, "measure": False}])
+@pytest.mark.parametrize("options", [{}, {"reject_rule": None, "compute_norms": False}])
 def test_accumulate_weights_overflow_in_total(options):
     """Their sum leaves float32, and they may differ by any power of two."""
 

@@ -24,7 +24,7 @@ BY_PARTS = accumulate.value_and_grad(
     loss_fn,
     microbatch_size=2,
     clip=optaxclip.zclip(warmup_steps=2),
-    reject=thresholds.zscore(warmup_steps=3, z_thresh=2.0),
+    reject_rule=thresholds.zscore(warmup_steps=3, z_thresh=2.0),
 )
 
 
@@ -51,13 +51,13 @@ def assert_equal(tree, other):
 
 
 LEARNING = {
-    "rule": {"reject": thresholds.zscore()},
+    "rule": {"reject_rule": thresholds.zscore()},
     "clip": {"clip": optax.chain(optaxclip.zclip(), optax.trace(0.9))},
     "schedule": {"clip": optax.linear_schedule(1.0, 0.5, 10)},
 }
 
 
-def test_a_state_that_is_none_is_the_first_or_an_error_where_a_limit_learns():
+def test_a_state_that_is_none_is_the_first_or_an_error_where_a_threshold_learns():
     w, x = jnp.ones(WIDTH), steps()[0]
     for options in LEARNING.values():
         made = accumulate.value_and_grad(loss_fn, microbatch_size=2, **options)
@@ -65,7 +65,7 @@ def test_a_state_that_is_none_is_the_first_or_an_error_where_a_limit_learns():
             said = r"got the state None.* at the first one grad_fn\.init\(\*args\)"
             with pytest.raises(ValueError, match=said):
                 jax.eval_shape(call, w, x)
-    options = {"clip": 1.0, "reject": 5.0}
+    options = {"clip": 1.0, "reject_rule": 5.0}
     step = jax.jit(accumulate.value_and_grad(loss_fn, microbatch_size=2, **options))
     first = accumulate.value_and_grad(loss_fn, microbatch_size=2, **options).init(w, x)
     assert_equal(step(w, x), step(w, x, state=first))
@@ -168,8 +168,8 @@ def test_eager_and_compiled():
 
 UNKNOWN = {
     "all in one": {"microbatch_size": 8},
-    "all but one rejected": {"microbatch_size": 4, "reject": 100.0},
-    "not measured": {"microbatch_size": 2, "reject": None, "measure": False},
+    "all but one rejected": {"microbatch_size": 4, "reject_rule": 100.0},
+    "not measured": {"microbatch_size": 2, "reject_rule": None, "compute_norms": False},
 }
 
 
@@ -187,5 +187,5 @@ def test_debug_nans_does_not_stop_at_what_is_unknown(options):
     assert_equal(found, expected[2])
     is_unknown = options in UNKNOWN.values()
     assert np.isnan(found.noise.signal) == np.isnan(found.noise.variance) == is_unknown
-    assert np.all(np.isnan(found.norm)) == ("measure" in options)
+    assert np.all(np.isnan(found.norm)) == ("compute_norms" in options)
     assert int(state.steps) == (not is_unknown)

@@ -16,11 +16,11 @@ from optaxclip import accumulate, thresholds
 
 DEVICES, EXAMPLES, NUMBER = 8, 64, 4
 COLUMNS = {"w": P(None, "d"), "b": P()}
-PLAIN = {"reject": None, "measure": False}
+PLAIN = {"reject_rule": None, "compute_norms": False}
 JUDGES = {
     "default": {},
     "clip": {"clip": 0.05},
-    "rule": {"clip": 0.05, "reject": thresholds.ema(0.9, 1.2, debias=True)},
+    "rule": {"clip": 0.05, "reject_rule": thresholds.ema(0.9, 1.2, debias=True)},
     "plain": PLAIN,
 }
 

@@ -232,13 +232,13 @@ def updated(tx, x, **extra):
 CLIP, SKIP = optaxclip.clip_by_global_norm, optaxclip.skip_above
 NUMBERS = {
     "value": lambda x, n, **told: updated(
-        SKIP(optax.sgd(1.0), 9.0, loss_limit=3.0, **told), x, value=n
+        SKIP(optax.sgd(1.0), 9.0, loss_threshold=3.0, **told), x, value=n
     ),
     "loss": lambda x, n, **told: updated(monitor.record(2, loss=True, **told), x, loss=n),
     "norm": lambda x, n, **told: updated(CLIP(1.0, known_norm="norm", **told), x, norm=n),
     "use_norm": lambda x, n, **told: ops.clip_by_global_norm(x, 1.0, use_norm=n, **told)[0],
-    "the limit": lambda x, n, **told: updated(CLIP(n, **told), x),
-    "the limit of a skip": lambda x, n, **told: updated(SKIP(optax.sgd(1.0), n, **told), x),
+    "the threshold": lambda x, n, **told: updated(CLIP(n, **told), x),
+    "the threshold of a skip": lambda x, n, **told: updated(SKIP(optax.sgd(1.0), n, **told), x),
 }
 
 

@@ -33,7 +33,7 @@ def test_units_under_jit_with_specs(spec):
 def test_the_worst_units_of_leaves_that_are_split_over_different_axes():
     mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = {"x": P(None, "i"), "y": P(None, "j")}
-    clip = functools.partial(optaxclip.clip_tree, limits=5.0, scope=scopes.unit(), specs=specs)
+    clip = functools.partial(optaxclip.clip_tree, thresholds=5.0, scope=scopes.unit(), specs=specs)
     inside = jax.shard_map(clip, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()))
     columns = jnp.array([[0.0, 3, 6, 9], [0, 4, 8, 12]])
     info = jax.jit(inside)({"x": columns, "y": columns})[1]

@@ -53,9 +53,9 @@ def check(name, clipped, info):
     """Against what is measured here, not against our own clip on one device."""
     before, after = norms(grads()), norms(clipped)
     if name in ("each", "matrices"):
-        limits = np.minimum(before[0], 5.0), np.minimum(before[2], 5.0)
-        np.testing.assert_allclose(after[0], limits[0], rtol=3e-6)
-        np.testing.assert_allclose(after[2], limits[1], rtol=3e-6)
+        thresholds = np.minimum(before[0], 5.0), np.minimum(before[2], 5.0)
+        np.testing.assert_allclose(after[0], thresholds[0], rtol=3e-6)
+        np.testing.assert_allclose(after[2], thresholds[1], rtol=3e-6)
     else:
         np.testing.assert_allclose(after[1], 5.0, rtol=3e-6)
         kept = before[2] if name == "beside Muon" else min(before[2], 5.0)

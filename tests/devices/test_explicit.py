@@ -23,7 +23,7 @@ RULES = {
     "ema": thresholds.ema(ratio=0.9),
     "percentile": thresholds.percentile(50.0, window=2, warmup_steps=1),
     "adagc": thresholds.adagc(warmup_steps=1),
-    "quantile": thresholds.quantile(0.5, init_limit=1.0),
+    "quantile": thresholds.quantile(0.5, init_threshold=1.0),
 }
 CASES = {rule: (rule, {}) for rule in RULES} | {
     f"{rule}, {part}": (rule, options)
@@ -41,7 +41,7 @@ SOME = ["adagc", "constant, auto_s", "zscore, smooth", "zscore, mask"]
 SCOPES = {
     "unit": (scopes.unit(), CASES, {"w": P("x", "y"), "b": P("y")}),
     "leaf": (scopes.leaf(stacked=1), SOME, {"w": P("x"), "b": P("x")}),
-    "member": (scopes.member(), SOME, {"w": P("x", "y"), "b": P("x")}),
+    "member": (scopes.ensemble_member(), SOME, {"w": P("x", "y"), "b": P("x")}),
     "axes": (scopes.axes(1), SOME, {"w": P("x", "y"), "b": P(None, ("x", "y"))}),
 }
 
@@ -101,7 +101,7 @@ def test_parameters_split_otherwise_than_gradients_are_not_gathered(specs):
 
     def clip(grads, params):
         updates, state = tx.update(grads, tx.init(params), params)
-        return updates, state.info.limit
+        return updates, state.info.threshold
 
     places = [NamedSharding(mesh, spec) for spec in specs]
     compiled = jax.jit(clip).lower(*jax.device_put(whole, places)).compile()

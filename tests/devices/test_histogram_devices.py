@@ -74,7 +74,7 @@ def test_inside_shard_map(is_tracked):
 
 @pytest.mark.parametrize("kind", ["explicit", "shard_map"])
 def test_a_few_entries_at_a_time(monkeypatch, kind):
-    monkeypatch.setattr(entry_counts, "CHUNK", 20)
+    monkeypatch.setattr(entry_counts, "CHUNK_SIZE", 20)
     tree = {"w": np.repeat(TREE["w"], 3, axis=0)[:, :22]}
     tx = monitor.histogram()
 

@@ -119,9 +119,14 @@ def test_the_monitor_reads_states_in_the_hosts_memory():
     )
     state = tx.update(GRADS, tx.init(PARAMS))[1]
     offloaded = all_in_host(state)
-    numbers = (monitor.metrics, jax.jit(monitor.metrics), monitor.scalars, jax.jit(monitor.taken))
+    numbers = (
+        monitor.metrics,
+        jax.jit(monitor.metrics),
+        monitor.scalars,
+        jax.jit(monitor.step_was_applied),
+    )
     for function in numbers:
         assert_same(function(offloaded), function(state))
     assert_same(monitor.history(offloaded), monitor.history(state))
     assert monitor.bad_leaves(offloaded) == ()
-    assert monitor.verdict(offloaded) == "ok"
+    assert monitor.step_status(offloaded) == "ok"

@@ -52,7 +52,7 @@ def random_grads(examples):
 )
 def test_sums_are_those_of_one_device(name, batch):
     grads, specs = random_grads(16), BATCHES[batch]
-    run = functools.partial(per_example.clip_sum, limit=3.0, scope=SCOPES[name])
+    run = functools.partial(per_example.clip_sum, threshold=3.0, scope=SCOPES[name])
     split = placed(grads, specs)
     is_padding = np.arange(16) == 5
     expected = jax.jit(run)(grads, is_padding=is_padding)
@@ -71,7 +71,7 @@ def test_sums_are_those_of_one_device(name, batch):
 @pytest.mark.slow
 def test_an_aggregate_with_noise():
     tx = optaxclip.per_example_clip_and_aggregate(
-        per_example.quantile_limit(init_limit=2.0, count_noise=1.0), 0.5, jax.random.key(1)
+        per_example.quantile_threshold(init_threshold=2.0, count_noise=1.0), 0.5, jax.random.key(1)
     )
     grads = random_grads(16)
     state = tx.init(jax.tree.map(lambda x: x[0], grads))

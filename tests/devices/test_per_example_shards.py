@@ -44,8 +44,8 @@ SPLIT = {
     "parameters that nobody adds up": (dot, P("x"), P(None, "x")),
 }
 GRADIENTS = {
-    "vmap": functools.partial(per_example.clipped_grad, limit=1.0),
-    "ghost": functools.partial(per_example.clipped_grad, limit=1.0, method="ghost"),
+    "vmap": functools.partial(per_example.clipped_grad, threshold=1.0),
+    "ghost": functools.partial(per_example.clipped_grad, threshold=1.0, method="ghost"),
     "norms": per_example.grad_norms,
 }
 
@@ -112,7 +112,7 @@ def test_axes_that_are_not_manual_may_split_gradients():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_whole_gradients_of_own_examples_are_clipped_as_on_one_device(check_vma):
-    """With and without one example, which lies on one device, the sum differs by the limit."""
+    """With and without one example, which lies on one device, the sum differs by the threshold."""
     say = None if check_vma else P()
     grad_fns = [GRADIENTS[method](dot, specs=say) for method in ("vmap", "ghost")]
 
@@ -137,8 +137,10 @@ def test_whole_gradients_of_own_examples_are_clipped_as_on_one_device(check_vma)
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_one_key_for_the_sums_of_several_devices_is_refused(check_vma):
-    limits = (1.0, per_example.quantile_limit(count_noise=1.0))
-    for tx in (optaxclip.per_example_clip_and_aggregate(limit, 1.0, 0) for limit in limits):
+    thresholds = (1.0, per_example.quantile_threshold(count_noise=1.0))
+    for tx in (
+        optaxclip.per_example_clip_and_aggregate(threshold, 1.0, 0) for threshold in thresholds
+    ):
         run = on_devices(lambda x, tx=tx: tx.update(x, tx.init(x[0])), P("x"), P(), check_vma)
         with pytest.raises(ValueError, match=r"along \['x'\].*psum.*noisy_mean"):
             jax.eval_shape(run, X)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import flatten
-from optaxclip._border.placement import grouped, located
+from optaxclip._border.placement import apply_scope, infer_shardings
 from optaxclip._engine.options import Options
 
 # Of `x` each column has a norm, and `y` has one.
@@ -30,7 +30,9 @@ AUTO, EXPLICIT = mesh_of(AxisType.Auto), mesh_of(AxisType.Explicit)
 
 
 def place(tree, grouping=COLUMNS, **options):
-    return located(grouping, flatten(tree, "updates"), Options.checked(name="mine", **options).told)
+    return infer_shardings(
+        grouping, flatten(tree, "updates"), Options.create(name="mine", **options).sharding_hints
+    )
 
 
 def in_region(specs, given=None, grouping=COLUMNS, tracked=True, **options):
@@ -56,9 +58,9 @@ def test_plain_arrays_lie_in_one_piece():
     found = place(LEAVES)
     assert_place(found, (NONE, NONE), in_one_piece=True)
     assert found.all_axes == NONE
-    assert found.num_parts(0) == 1
-    assert found.on_each_device(len) is len
-    assert found.on_all_devices(3) == 3
+    assert found.num_shards(0) == 1
+    assert found.map_shards(len) is len
+    assert found.replicate(3) == 3
 
 
 def test_only_the_compiler_knows_on_an_automatic_mesh():
@@ -73,7 +75,7 @@ def test_specs_outside_of_a_region_name_the_mesh():
     found = place(LEAVES, specs=shardings)
     assert_place(found, (A, NONE), ((("b",),), ()), mesh=AUTO, specs=(P("a", "b"), P()))
     assert (found.all_axes, found.axes_of(0), found.axes_of(1)) == (A | B, A | B, NONE)
-    assert found.num_parts(0) == 1  # outside of the region leaves are whole
+    assert found.num_shards(0) == 1  # outside of the region leaves are whole
     assert place(jax.device_put(LEAVES, NamedSharding(AUTO, P("a"))), specs=shardings) == found
     with pytest.raises(ValueError, match=r"specs= needs a mesh: pass NamedShardings, or use"):
         place(LEAVES, specs=specs)
@@ -156,11 +158,11 @@ def test_each_device_adds_its_part_and_gets_its_part_back():
         results = []
         for by_max, combine in ((False, jnp.sum), (True, jnp.max)):
             parts = [(combine(tree["x"], 0),), (combine(tree["y"]),)]
-            (of_x,), (of_y,) = where.shares(parts, [(6, 3), ()], by_max=by_max)
-            (total,) = where.totals([jnp.append(of_x, of_y)], by_max=by_max)
+            (of_x,), (of_y,) = where.local_sums(parts, [(6, 3), ()], use_max=by_max)
+            (total,) = where.all_reduce([jnp.append(of_x, of_y)], use_max=by_max)
             of_all = total[:18].reshape(6, 3)
             arrays = [jnp.stack([of_all, -of_all]), total[18]]
-            results.append((total, *where.own_parts(arrays, [*tree.values()], grouping.axes)))
+            results.append((total, *where.local_slices(arrays, [*tree.values()], grouping.axes)))
         return results
 
     out_specs = [(P(), P(None, "b"), P())] * 2
@@ -187,7 +189,9 @@ def test_shapes_of_whole_leaves():
             found.append([*flat.global_shapes])
             return COLUMNS
 
-        grouped(scope, flatten(tree, "updates"), Options.checked(name="mine", **options).told)
+        apply_scope(
+            scope, flatten(tree, "updates"), Options.create(name="mine", **options).sharding_hints
+        )
         return found[0]
 
     def in_region(tracked, **options):
@@ -214,4 +218,8 @@ def test_shapes_of_whole_leaves():
     assert in_region(tracked=True, specs=P("a")) == [(4, 3), (4,)]
     names = Grouping((Group(("b",), (0,)), Group(("a",), (1,))), ((0, 1), (0,)), "vector")
     with pytest.raises(ValueError, match="must not have the name of a layer of a stacked leaf"):
-        grouped(lambda flat: names, flatten(LEAVES, "updates"), Options.checked(name="mine").told)
+        apply_scope(
+            lambda flat: names,
+            flatten(LEAVES, "updates"),
+            Options.create(name="mine").sharding_hints,
+        )

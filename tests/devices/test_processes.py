@@ -93,7 +93,7 @@ def over_steps(report, name):
 
 
 @each_way
-def test_losses_norms_and_limits_are_those_of_one_process(how):
+def test_losses_norms_and_thresholds_are_those_of_one_process(how):
     expected = alone()
     for report in together():
         assert report[how][0].keys() == expected[how][0].keys()

@@ -48,8 +48,8 @@ MOST_NORMS = 2 * sum(max(shape) for shape in SHAPES.values())
 
 
 def make(name, **options):
-    factory, limit, fixed = METHODS[name]
-    return factory(limit, **fixed, **(options if name != "clip" else {}))
+    factory, threshold, fixed = METHODS[name]
+    return factory(threshold, **fixed, **(options if name != "clip" else {}))
 
 
 def random_tree(seed):

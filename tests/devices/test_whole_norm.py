@@ -1,4 +1,4 @@
-"""AdaGC's warm-up: its limits depend on all groups, those of other leaves and devices too."""
+"""AdaGC's warm-up: its thresholds depend on all groups, those of other leaves and devices too."""
 
 import functools
 

@@ -22,9 +22,9 @@ def longer(x):
     return jnp.concatenate([x, x])
 
 
-def limits_longer(found):
-    limits, state = found
-    return type(limits)(*map(longer, limits)), state
+def thresholds_longer(found):
+    thresholds, state = found
+    return type(thresholds)(*map(longer, thresholds)), state
 
 
 def each_longer(found):
@@ -41,9 +41,9 @@ def with_narrow_norms(norms):
 
 SLIPS = {
     "norms": (step, "measure", each_longer),
-    "norms of a device": (measuring._Measurement, "differentiable", with_longer_norms),
-    "dtypes of norms": (measuring._Measurement, "differentiable", with_narrow_norms),
-    "limits": (step, "limits_of", limits_longer),
+    "norms of a device": (measuring._NormFn, "differentiable", with_longer_norms),
+    "dtypes of norms": (measuring._NormFn, "differentiable", with_narrow_norms),
+    "thresholds": (step, "update_rule", thresholds_longer),
     "multipliers": (step, "multiplier", each_longer),
     "leaves": (step, "scale", longer),
     "dtypes of leaves": (step, "scale", lambda x: x.astype(jnp.float16)),
@@ -93,11 +93,15 @@ ENDS = {
     "sums, dtypes": (lift, "weighted_sums", each_half),
     "sums, groups": (sums.ExampleClip, "sums", lambda x: x._replace(norms=[x.norms])),
     "sums, numbers": (sums.ExampleClip, "sums", lambda x: x._replace(num_dropped=x.norms)),
-    "aggregate, shapes": (aggregate, "_rounded", lambda leaves: [*map(longer, leaves)]),
-    "aggregate, dtypes": (aggregate, "_rounded", each_half),
+    "aggregate, shapes": (aggregate, "_divide_and_cast", lambda leaves: [*map(longer, leaves)]),
+    "aggregate, dtypes": (aggregate, "_divide_and_cast", each_half),
     "accumulate, shapes": (loop, "scanned", lambda x: (([*map(longer, x[0][0])], x[0][1]), x[1])),
     "accumulate, dtypes": (loop, "scanned", lambda x: ((each_half(x[0][0]), x[0][1]), x[1])),
-    "accumulate, rows": (loop.Row, "of", lambda row: row._replace(norm=row.norm[None, None])),
+    "accumulate, rows": (
+        loop.MicrobatchStats,
+        "create",
+        lambda row: row._replace(norm=row.norm[None, None]),
+    ),
 }
 CALLS = {
     "ops, shapes": lambda tree: ops.clip_by_norm(tree, 1.0),

@@ -1,4 +1,4 @@
-"""The response `band`: a lower edge beside the limit, and bounds on the factor."""
+"""The response `band`: a lower edge beside the threshold, and bounds on the factor."""
 
 import functools
 
@@ -17,10 +17,10 @@ NORMS = np.float32([0, 1e-30, 1e-3, 0.2, 0.5, 0.7, 1, 1.5, 40, 1e30])
 def new_norms(target, trigger=None, **options):
     """What groups of these norms are brought to, one group a row."""
     rows = jnp.asarray(NORMS)[:, None]
-    limits = [jnp.full(len(NORMS), x, jnp.float32) for x in (trigger or target, target)]
+    threshold_values = [jnp.full(len(NORMS), x, jnp.float32) for x in (trigger or target, target)]
     tree, info = optaxclip.clip_tree(
         rows,
-        optaxclip.Limits(*({"leaf": x} for x in limits)),
+        optaxclip.Thresholds(*({"leaf": x} for x in threshold_values)),
         scope=scopes.axes(-1),
         response=responses.band(**options),
     )
@@ -42,7 +42,7 @@ def test_holds_norms_between_its_edges():
     close(new_norms(1.0, trigger=30.0, low=0.2), far)
 
 
-def test_where_there_is_no_limit_there_is_no_band():
+def test_where_there_is_no_threshold_there_is_no_band():
     np.testing.assert_array_equal(new_norms(np.inf, low=0.5), NORMS)
     close(new_norms(1e-8, low=0.5), np.where(NORMS == 0, 0, np.clip(NORMS, 5e-9, 1e-8)))
 

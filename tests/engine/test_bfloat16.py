@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip._border.cpu import product_of_bfloat16
+from optaxclip._border.cpu import scale_bfloat16_bits
 
 EVERY = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16)
 
@@ -17,7 +17,7 @@ def test_every_entry_is_rounded_as_its_conversion_is(strict):
 
     @jax.jit
     def scaled(by):
-        return product_of_bfloat16(EVERY, jnp.ones_like(by), by, strict=strict)
+        return scale_bfloat16_bits(EVERY, jnp.ones_like(by), by, strict=strict)
 
     entries = np.float32(EVERY)
     for by in factors:

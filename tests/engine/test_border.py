@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from optaxclip import norms
 from optaxclip._border import devices, gpu, leaf_sums
-from optaxclip._border.crossing import Split
-from optaxclip._engine.options import Options, PlaceOptions, takes
+from optaxclip._border.crossing import MeshSharding
+from optaxclip._engine.options import Options, ShardingOptions, clip_factory
 
 # Shape, summed axes, whether no axis may be split, and the shape of the partial sums.
 FOLDED = {
@@ -48,10 +48,12 @@ def test_partial_sums_of_columns(case):
 
 
 def test_scales_of_sums_of_products():
-    assert leaf_sums.highest(jnp.float32) == 2.0 ** (40 - 126 + 23 + 2 * 88)
-    assert leaf_sums.distance(jnp.float64) == 2.0**704
-    assert leaf_sums.highest(jnp.float64) == np.finfo(np.float64).max / 2.0**40
-    assert leaf_sums.scales(gpu.Norm("n", jnp.abs, jnp.add, degree=0), jnp.float32) == (1.0,)
+    assert leaf_sums.overflow_bound(jnp.float32) == 2.0 ** (40 - 126 + 23 + 2 * 88)
+    assert leaf_sums.scale_step(jnp.float64) == 2.0**704
+    assert leaf_sums.overflow_bound(jnp.float64) == np.finfo(np.float64).max / 2.0**40
+    assert leaf_sums.prescale_factors(gpu.Norm("n", jnp.abs, jnp.add, degree=0), jnp.float32) == (
+        1.0,
+    )
 
 
 def test_the_names_in_specs():
@@ -68,30 +70,30 @@ def test_the_names_in_specs():
 def test_kinds_of_meshes():
     auto, explicit = AxisType.Auto, AxisType.Explicit
     meshes = [jax.make_mesh((2, 2), ("a", "b"), kinds) for kinds in ((auto, explicit), (auto,) * 2)]
-    assert [devices.is_of_both_kinds(mesh) for mesh in (*meshes, None)] == [True, False, False]
-    assert devices.lies_in_one_piece([jnp.ones(2), np.ones(2)])
+    assert [devices.has_mixed_axis_types(mesh) for mesh in (*meshes, None)] == [True, False, False]
+    assert devices.is_unsharded([jnp.ones(2), np.ones(2)])
     for mesh, explicit in zip(meshes, (P("b"), P()), strict=True):
         split = jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, P("b")))
-        assert not devices.lies_in_one_piece([split])
+        assert not devices.is_unsharded([split])
         assert devices.spec_of(split) == explicit
 
 
 def test_over_how_many_devices_examples_are_split():
     mesh = jax.make_mesh((2, 4), ("a", "b"), (AxisType.Explicit,) * 2)
-    split = Split(mesh, P(("a", "b"), None))
-    found = [split.examples(number) for number in (16, 8, 6, 4, 3)]
+    split = MeshSharding(mesh, P(("a", "b"), None))
+    found = [split.axes_dividing(number) for number in (16, 8, 6, 4, 3)]
     assert found == [("a", "b"), ("a", "b"), ("a",), ("a",), None]
 
 
 def test_where_leaves_lie_does_not_make_options_differ():
     """A step also gets its placement, so a program is compiled for each placement anyway."""
-    plain = Options.checked(name="mine")
+    plain = Options.create(name="mine")
     for given in ({"specs": {"w": P("a")}}, {"axis_name": "a"}):
-        other = Options.checked(name="mine", **given)
+        other = Options.create(name="mine", **given)
         assert other == plain
         assert hash(other) == hash(plain)
     for given in ({"strict": True}, {"norm": "l1"}, {"known_norm": "n"}, {"nonfinite": "zero"}):
-        assert Options.checked(name="mine", **given) != plain
+        assert Options.create(name="mine", **given) != plain
     assert (plain.record, plain.strict, plain.known_norm, plain.axis_names) == (
         True,
         False,
@@ -103,7 +105,7 @@ def test_where_leaves_lie_does_not_make_options_differ():
 def test_options_of_a_function_without_a_docstring():
     """As all are with `python -OO`."""
 
-    @takes(PlaceOptions)
+    @clip_factory(ShardingOptions)
     def made(window=3, **options):
         return window, options
 
@@ -120,29 +122,29 @@ def test_options_of_a_function_without_a_docstring():
 def test_arrays_are_brought_to_the_device_and_back():
     x, host = jnp.ones(2), jax.memory.Space.Host
     away = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-    assert devices.memories({"a": away, "b": x, "c": 3.0}) == [host, None, None]
-    here = devices.to_device({"a": away, "b": x})
-    assert devices.memories(here) == [None, None]
+    assert devices.memory_spaces({"a": away, "b": x, "c": 3.0}) == [host, None, None]
+    here = devices.put_on_device({"a": away, "b": x})
+    assert devices.memory_spaces(here) == [None, None]
     assert here["b"] is x
-    template = devices.on_device(away)
+    template = devices.template_on_device(away)
     assert (template.shape, template.sharding.memory_kind) == ((2,), x.sharding.memory_kind)
-    assert devices.on_device(x) is x
+    assert devices.template_on_device(x) is x
     seen = []
-    jax.jit(lambda *arrays: seen.append(devices.memories(arrays)))(away, x, jax.random.key(0))
+    jax.jit(lambda *arrays: seen.append(devices.memory_spaces(arrays)))(away, x, jax.random.key(0))
     assert seen == [[host, None, None]]
-    arguments, back = devices.brought({"a": away}, {"b": x}, None)
-    assert devices.memories(arguments) == [None, None]
+    arguments, back = devices.move_to_device_memory({"a": away}, {"b": x}, None)
+    assert devices.memory_spaces(arguments) == [None, None]
     results = back({"a": x}, {"b": x}, 5)
-    assert devices.memories(results) == [host, None, None]
+    assert devices.memory_spaces(results) == [host, None, None]
     assert results[2] == 5
-    trees, back = devices.brought({"a": x})
+    trees, back = devices.move_to_device_memory({"a": x})
     assert trees[0]["a"] is x
     assert back(away) == (away,)
 
 
 def test_the_largest_over_devices_and_its_derivative():
     def along(x, dx):
-        return jax.jvp(lambda x: devices.largest(x, frozenset({"i"})), (x,), (dx,))
+        return jax.jvp(lambda x: devices.pmax(x, frozenset({"i"})), (x,), (dx,))
 
     x, changes = np.float32([[3, 1, 3, 2], [1, 1, 3, 2]]), np.float32([1, 2, 4, 8])
     over_devices = jax.vmap(along, axis_name="i")
@@ -155,27 +157,27 @@ def test_types_of_arrays_on_an_explicit_mesh():
     mesh = jax.make_mesh((2,), ("a",), (AxisType.Explicit,))
     x, other = jax.device_put(jnp.arange(4), jax.NamedSharding(mesh, P("a"))), jnp.ones(2)
     types = [jax.typeof(y) for y in (other, x)]
-    assert devices.types_of([x, x, other]) == types[::-1]
+    assert devices.unique_avals([x, x, other]) == types[::-1]
     assert devices.explicit_sharding(x) == (types[1].sharding.mesh, P("a"))
     assert devices.explicit_sharding(other) is None
     assert devices.explicit_mesh(types) == types[1].sharding.mesh
     assert devices.explicit_mesh(types[:1]) is devices.automatic_mesh(types) is None
-    whole = devices.gathered(x)
+    whole = devices.replicate(x)
     np.testing.assert_array_equal(whole, x)
     assert devices.axes_of(jax.typeof(whole).sharding.spec) == frozenset()
-    assert devices.gathered(other) is other
+    assert devices.replicate(other) is other
     with jax.set_mesh(mesh):
-        zeros = jax.eval_shape(lambda: devices.zeros_like_type(types[1], (3,)))
+        zeros = jax.eval_shape(lambda: devices.zeros_like_aval(types[1], (3,)))
     assert (zeros.shape, zeros.dtype) == ((3, 4), jnp.int32)
     assert zeros.sharding.spec == P(None, "a")
-    assert devices.zeros_like_type(types[0]).shape == (2,)
+    assert devices.zeros_like_aval(types[0]).shape == (2,)
     tree = {"n": other, "k": 3}
-    assert devices.typed_like(tree, x) is tree  # outside of a trace
+    assert devices.place_on_mesh_of(tree, x) is tree  # outside of a trace
     typed = []
 
     def traced(x, other):
-        typed.append(devices.typed_like({"n": other, "k": 3, "x": x}, x))
-        typed.append(devices.typed_like(tree, other))
+        typed.append(devices.place_on_mesh_of({"n": other, "k": 3, "x": x}, x))
+        typed.append(devices.place_on_mesh_of(tree, other))
         return x
 
     jax.eval_shape(traced, x, other)
@@ -188,15 +190,15 @@ def test_types_of_arrays_on_an_explicit_mesh():
 def test_sums_are_split_as_gradients_are_where_only_the_compiler_knows():
     meshes = [jax.make_mesh((2,), ("a",), (kind,)) for kind in (AxisType.Auto, AxisType.Explicit)]
     auto, explicit = (jax.device_put(jnp.ones(4), jax.NamedSharding(x, P("a"))) for x in meshes)
-    found = jax.jit(lambda like: devices.alike(jnp.zeros(4, jnp.float16), like))(auto)
+    found = jax.jit(lambda like: devices.shard_like(jnp.zeros(4, jnp.float16), like))(auto)
     assert (found.sharding.spec, found.dtype) == (P("a"), jnp.float16)
     np.testing.assert_array_equal(found, np.zeros(4))
     zeros, stays = jnp.zeros(4), []
-    stays.append(devices.alike(zeros, explicit) is zeros)
+    stays.append(devices.shard_like(zeros, explicit) is zeros)
 
     def part(like):
         zeros = jnp.zeros(2)
-        stays.append(devices.alike(zeros, like) is zeros)
+        stays.append(devices.shard_like(zeros, like) is zeros)
         return like
 
     jax.eval_shape(jax.shard_map(part, mesh=meshes[0], in_specs=P("a"), out_specs=P("a")), auto)

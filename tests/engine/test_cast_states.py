@@ -36,8 +36,8 @@ def test_a_state_that_was_cast_keeps_its_dtypes(name, dtype):
         assert avals(jax.eval_shape(steps, state)) == avals(state)
 
 
-def test_limits_are_those_of_a_wide_state_but_for_rounding():
-    tx, limits = optaxclip.zclip(warmup_steps=3), []
+def test_thresholds_are_those_of_a_wide_state_but_for_rounding():
+    tx, threshold_values = optaxclip.zclip(warmup_steps=3), []
     for dtype in (jnp.float32, jnp.bfloat16):
         state = tx.init(jnp.ones(3))
         for step in range(8):
@@ -45,8 +45,8 @@ def test_limits_are_those_of_a_wide_state_but_for_rounding():
             state = state._replace(rule=state.rule._replace(statistic=statistic))
             with jax.numpy_dtype_promotion("standard"):
                 state = tx.update(jnp.full(3, 1.0 + 0.1 * step), state)[1]
-        limits.append(state.info.limit)
-    np.testing.assert_allclose(*limits, rtol=0.03)
+        threshold_values.append(state.info.threshold)
+    np.testing.assert_allclose(*threshold_values, rtol=0.03)
 
 
 def test_a_counter_that_was_cast_too_is_an_error():

@@ -33,13 +33,13 @@ SEQUENCE = jax.tree.map(np.asarray, random_tree(2, STEPS))
 each_method = pytest.mark.parametrize("name", METHODS)
 
 
-def usual_limit(name):
+def usual_threshold(name):
     return jnp.float32(METHODS[name].hyper[1])
 
 
 def plain_step(name):
-    def step(limit, grads, state, params=PARAMS):
-        return METHODS[name].make(limit).update(grads, state, params)
+    def step(threshold, grads, state, params=PARAMS):
+        return METHODS[name].make(threshold).update(grads, state, params)
 
     return step
 
@@ -57,12 +57,15 @@ def fresh_state(name):
     return METHODS[name].make().init(PARAMS)
 
 
-def run(name, grads_of_steps, limit=None, step=None):
+def run(name, grads_of_steps, threshold=None, step=None):
     """The updates and states of all steps."""
-    step, limit = step or first_run(name)[0], usual_limit(name) if limit is None else limit
+    step, threshold = (
+        step or first_run(name)[0],
+        usual_threshold(name) if threshold is None else threshold,
+    )
     state, states, updates = fresh_state(name), [], []
     for grads in grads_of_steps:
-        update, state = step(limit, grads, state, PARAMS)
+        update, state = step(threshold, grads, state, PARAMS)
         updates, states = [*updates, update], [*states, state]
     return updates, states
 
@@ -91,26 +94,29 @@ def unlike_any(name):
     return tree
 
 
-LIMITS = {"number": 1.0, "NumPy": np.float16(1.0), "bfloat16": jnp.bfloat16, "float": float}
-# A limit that is known and one that is traced, for each number of bits.
+THRESHOLDS = {"number": 1.0, "NumPy": np.float16(1.0), "bfloat16": jnp.bfloat16, "float": float}
+# A threshold that is known and one that is traced, for each number of bits.
 QUICK = [(32, "number"), (32, "bfloat16"), (64, "NumPy"), (64, "float")]
 
 
 @pytest.mark.by_day(8)
 @each_method
 @pytest.mark.parametrize(
-    ("bits", "kind"), slow_unless(lambda *case: case in QUICK, itertools.product((32, 64), LIMITS))
+    ("bits", "kind"),
+    slow_unless(lambda *case: case in QUICK, itertools.product((32, 64), THRESHOLDS)),
 )
 def test_keeps_every_kind_of_leaf_and_its_state(name, bits, kind):
     with jax.enable_x64(bits == 64):
         tree = unlike_any(name)
         state = jax.eval_shape(METHODS[name].make().init, tree)
-        limit = LIMITS[kind]
-        if isinstance(limit, type):
-            traced = jax.ShapeDtypeStruct((), limit)
+        threshold = THRESHOLDS[kind]
+        if isinstance(threshold, type):
+            traced = jax.ShapeDtypeStruct((), threshold)
             update, new_state = jax.eval_shape(plain_step(name), traced, tree, state, tree)
         else:
-            update, new_state = jax.eval_shape(METHODS[name].make(limit).update, tree, state, tree)
+            update, new_state = jax.eval_shape(
+                METHODS[name].make(threshold).update, tree, state, tree
+            )
         assert avals(update) == avals(tree)
         assert avals(new_state) == avals(state)
 
@@ -188,9 +194,9 @@ def test_compilations_are_seen():
 
 
 def scan(name):
-    def steps(limit, sequence, state):
+    def steps(threshold, sequence, state):
         def body(state, grads):
-            return plain_step(name)(limit, grads, state)[::-1]
+            return plain_step(name)(threshold, grads, state)[::-1]
 
         return jax.lax.scan(body, state, sequence)
 
@@ -202,23 +208,23 @@ def scan(name):
 def test_scan_equals_the_loop(name):
     _, (updates, states), _ = first_run(name)
     start = METHODS[name].make().init(PARAMS)
-    last, all_updates = jax.jit(scan(name))(usual_limit(name), SEQUENCE, start)
+    last, all_updates = jax.jit(scan(name))(usual_threshold(name), SEQUENCE, start)
     assert_close(last, states[-1])
     assert_close(all_updates, stack(updates))
 
 
 # By day one that remembers.
 @pytest.mark.parametrize("name", slow_unless("adagc".__eq__, DISTINCT))
-def test_scan_under_vmap_over_limits_trees_and_states_equals_loops(name):
-    method, half = METHODS[name].make(), usual_limit(name) / 2
+def test_scan_under_vmap_over_thresholds_trees_and_states_equals_loops(name):
+    method, half = METHODS[name].make(), usual_threshold(name) / 2
     fresh, steps = method.init(PARAMS), 8  # which go round in each window
     trees = [jax.tree.map(lambda x, i=i: np.flip(x)[i : i + steps], SEQUENCE) for i in (0, 12)]
-    lanes = [(limit, tree) for limit in (usual_limit(name), half) for tree in trees]
-    loops = [run(name, [at(tree, i) for i in range(steps)], limit) for limit, tree in lanes]
+    lanes = [(threshold, tree) for threshold in (usual_threshold(name), half) for tree in trees]
+    loops = [run(name, [at(tree, i) for i in range(steps)], threshold) for threshold, tree in lanes]
     over_trees = jax.vmap(scan(name), in_axes=(None, 0, 0))
-    over_limits = jax.jit(jax.vmap(over_trees, in_axes=(0, None, None)))
-    limits = np.stack([usual_limit(name), half])
-    last, updates = over_limits(limits, stack(trees), stack([fresh, fresh]))
+    over_thresholds = jax.jit(jax.vmap(over_trees, in_axes=(0, None, None)))
+    thresholds = np.stack([usual_threshold(name), half])
+    last, updates = over_thresholds(thresholds, stack(trees), stack([fresh, fresh]))
 
     def as_lanes(results):
         return jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), stack(results))
@@ -229,7 +235,7 @@ def test_scan_under_vmap_over_limits_trees_and_states_equals_loops(name):
 
 
 def reverse(name, state, *point):
-    """The gradients with respect to limit, gradients and parameters."""
+    """The gradients with respect to threshold, gradients and parameters."""
     _, pull_back = jax.vjp(lambda *args: update_only(name, state, *args), *point)
     return pull_back(random_tree(5))
 
@@ -239,8 +245,8 @@ def forward(name, state, *point):
     return jax.jvp(lambda *args: update_only(name, state, *args), point, tangents)[1]
 
 
-def update_only(name, state, limit, grads, params):
-    return plain_step(name)(limit, grads, state, params)[0]
+def update_only(name, state, threshold, grads, params):
+    return plain_step(name)(threshold, grads, state, params)[0]
 
 
 FORWARD = ["clip", "clip_by_global_norm", "adaptive_grad_clip", "adagc"]
@@ -255,11 +261,11 @@ def test_derivatives_are_finite(derivative, name):
     at_point = functools.partial(derivative, name, METHODS[name].make().init(PARAMS))
     zeros, least = jax.tree.map(jnp.zeros_like, GRADS), jnp.float32(0)
     if METHODS[name].has_memory:
-        least = usual_limit(name) / 2  # not every number of a rule may be 0
+        least = usual_threshold(name) / 2  # not every number of a rule may be 0
     points = [
-        (usual_limit(name), GRADS, PARAMS),
-        (usual_limit(name), GRADS | {"v": zeros["v"]}, PARAMS),
-        (usual_limit(name), zeros, PARAMS),
+        (usual_threshold(name), GRADS, PARAMS),
+        (usual_threshold(name), GRADS | {"v": zeros["v"]}, PARAMS),
+        (usual_threshold(name), zeros, PARAMS),
         (least, GRADS, PARAMS),
         (least, zeros, zeros),
     ]

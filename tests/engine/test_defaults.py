@@ -28,28 +28,28 @@ def test_narrow_entries_are_rounded_to_the_nearest():
 
 def test_labels_may_come_in_any_order():
     labels = {"a": "south", "b": "east", "c": "west", "d": "north", "e": "east"}
-    limits = {"north": 1.0, "east": 2.0, "south": 3.0, "west": 4.0}
+    threshold_values = {"north": 1.0, "east": 2.0, "south": 3.0, "west": 4.0}
     grads = {leaf: jnp.array([10.0 * (1 + i)]) for i, leaf in enumerate(labels)}
-    tx = optaxclip.clip_by_group_norm(limits, labels)
+    tx = optaxclip.clip_by_group_norm(threshold_values, labels)
     updates, state = tx.update(grads, tx.init(grads))
     norms = {"east": np.hypot(20, 50), "north": 40, "south": 10, "west": 30}
     info = state.info
-    plain = optaxclip.clip_tree(grads, limits, scope=scopes.group(labels))[1]
+    plain = optaxclip.clip_tree(grads, threshold_values, scope=scopes.group(labels))[1]
     for names in (info.names, plain.names, tx.init(grads).info.names):
-        assert list(names) == sorted(limits)
+        assert list(names) == sorted(threshold_values)
     np.testing.assert_allclose(info.norm, [norms[name] for name in info.names], rtol=1e-6)
-    np.testing.assert_array_equal(info.limit, [limits[name] for name in info.names])
+    np.testing.assert_array_equal(info.threshold, [threshold_values[name] for name in info.names])
     for leaf, label in labels.items():
-        expected = grads[leaf] * limits[label] / norms[label]
+        expected = grads[leaf] * threshold_values[label] / norms[label]
         np.testing.assert_allclose(updates[leaf], expected, rtol=3e-6)
 
 
 def test_the_leaves_of_a_list_may_be_more_than_ten():
     grads = [jnp.array([3.0 * (1 + i), 4.0 * (1 + i)]) for i in range(12)]
-    limits = {str(i): 1.0 + i for i in range(12)}
-    updates, info = optaxclip.clip_tree(grads, limits, scope=scopes.leaf())
-    assert list(info.names) == sorted(limits)
-    np.testing.assert_array_equal(info.limit, [limits[name] for name in info.names])
+    threshold_values = {str(i): 1.0 + i for i in range(12)}
+    updates, info = optaxclip.clip_tree(grads, threshold_values, scope=scopes.leaf())
+    assert list(info.names) == sorted(threshold_values)
+    np.testing.assert_array_equal(info.threshold, [threshold_values[name] for name in info.names])
     expected = np.multiply.outer(1.0 + np.arange(12), [0.6, 0.8])
     np.testing.assert_allclose(updates, expected, rtol=3e-6)
 
@@ -99,7 +99,7 @@ def test_a_tree_without_entries_keeps_the_shapes_of_its_state(tree):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("response", ["clip", "normalize", "smooth", "auto_s", "band"])
-def test_without_a_limit_every_response_lets_gradients_be(response):
+def test_without_a_threshold_every_response_lets_gradients_be(response):
     # As while a rule has seen too few norms.
     tx = clip_by(scopes.tree(), thresholds.ema(0.9, 1.5, warmup_steps=3), response=response)
     for grads in (np.float32([3.0, 4.0]), jnp.zeros(2)):
@@ -161,7 +161,7 @@ def test_a_norm_that_is_known_may_be_wider_than_float32():
     np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-12)
 
 
-def test_params_may_be_anything_where_no_limit_is_relative_to_them():
+def test_params_may_be_anything_where_no_threshold_is_relative_to_them():
     grads = {"w": np.float32([3.0, 4.0]), "b": jnp.ones(1)}
     tx = clip_by(scopes.leaf(), 1.0)
     updates, _ = tx.update(grads, tx.init(grads), {"other": "a word"})

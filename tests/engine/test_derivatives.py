@@ -69,11 +69,11 @@ POINT = np.array([0.9, -0.7, 0.5, 0.31, 1.2, -0.4, 0.8, -1.1, 0.2, 0.6])
 WEIGHTS = np.cos(np.arange(10))
 
 
-def clip(x, limit, scope, norm, response, **options):
+def clip(x, threshold, scope, norm, response, **options):
     """Clips ten entries as a matrix and a vector."""
     tree = {"w": x[:6].reshape(2, 3), "b": x[6:]}
     clipped, _ = optaxclip.clip_tree(
-        tree, limit, scope=SCOPES[scope], norm=NORMS[norm], response=response, **options
+        tree, threshold, scope=SCOPES[scope], norm=NORMS[norm], response=response, **options
     )
     return jnp.concatenate([clipped["w"].ravel(), clipped["b"]])
 
@@ -92,15 +92,15 @@ def largest_norm(scope, norm):
     return max(true_norm(POINT[members], norm) for members in MEMBERS[scope])
 
 
-def reference(x, limit, scope, norm, response):
+def reference(x, threshold, scope, norm, response):
     """The plain formula in float64 NumPy."""
     out = np.array(x)
     for members in MEMBERS[scope]:
         n = true_norm(x[members], norm)
         out[members] *= {
-            "clip": min(1, limit / n),
-            "normalize": limit / n,
-            "smooth": 1 / math.sqrt(1 + (n / limit) ** 2),
+            "clip": min(1, threshold / n),
+            "normalize": threshold / n,
+            "smooth": 1 / math.sqrt(1 + (n / threshold) ** 2),
         }[response]
     return out
 
@@ -111,8 +111,8 @@ def differences(fn, x, step):
 
 
 @functools.partial(jax.jit, static_argnames=("scope", "norm", "response"))
-def derivatives(x, limit, **combination):
-    """Value, forward Jacobian, reverse gradient and Hessian, of the entries and the limit."""
+def derivatives(x, threshold, **combination):
+    """Value, forward Jacobian, reverse gradient and Hessian, of the entries and the threshold."""
 
     def clipped(v):
         return clip(v[:-1], v[-1], **combination)
@@ -124,7 +124,7 @@ def derivatives(x, limit, **combination):
         """To differentiate, and to hand on."""
         return lambda v: (fn(v),) * 2
 
-    v = jnp.append(x, limit)
+    v = jnp.append(x, threshold)
     jacobian, value = jax.jacfwd(twice(clipped), has_aux=True)(v)
     hessian, gradient = jax.jacfwd(twice(jax.grad(scalar)), has_aux=True)(v)
     return value, jacobian, gradient, hessian
@@ -135,16 +135,16 @@ def derivatives(x, limit, **combination):
 @combinations
 def test_right_where_smooth(scope, norm, response):
     combination = {"scope": scope, "norm": norm, "response": response}
-    # The smooth response has no corner where the norm is at the limit; the others have.
-    at_limit = (float(np.float32(largest_norm(scope, norm))),)
-    for limit in (0.3, 0.97, *(at_limit if response == "smooth" else ())):
-        v = np.append(POINT, limit)
+    # The smooth response has no corner where the norm is at the threshold; the others have.
+    at_threshold = (float(np.float32(largest_norm(scope, norm))),)
+    for threshold in (0.3, 0.97, *(at_threshold if response == "smooth" else ())):
+        v = np.append(POINT, threshold)
 
         def plain(v):
             return reference(v[:-1], v[-1], **combination)
 
         value, forward, gradient, hessian = derivatives(
-            np.float32(POINT), np.float32(limit), **combination
+            np.float32(POINT), np.float32(threshold), **combination
         )
         np.testing.assert_allclose(value, plain(v), rtol=1e-5)
         jacobian = differences(plain, v, 1e-6)
@@ -161,10 +161,10 @@ def test_finite_everywhere(scope, norm, response):
     x, zeros = np.float32(POINT), np.zeros(10, np.float32)
     points = {
         "zero": (zeros, 1.0),
-        "zero, limit 0": (zeros, 0.0),
-        "limit 0": (x, 0.0),
-        "limit inf": (x, math.inf if response == "clip" else 1.0),
-        "norm == limit": (x, largest_norm(scope, norm)),
+        "zero, threshold 0": (zeros, 0.0),
+        "threshold 0": (x, 0.0),
+        "threshold inf": (x, math.inf if response == "clip" else 1.0),
+        "norm == threshold": (x, largest_norm(scope, norm)),
         "some groups zero": (np.where(INDEX < 6, zeros, x), 0.5),
         "some entries zero": (np.where(INDEX % 2, x, zeros), 0.5),
         "one entry": (np.where(INDEX == 3, np.float32(2), zeros), 0.5),
@@ -172,9 +172,9 @@ def test_finite_everywhere(scope, norm, response):
         "negative zeros": (-zeros, 1.0),
         "overflow": (x * 1e25, 1e24),
     }
-    for name, (x, limit) in points.items():
+    for name, (x, threshold) in points.items():
         with jax.debug_nans(True):
-            results = derivatives(x, jnp.float32(limit), **combination)
+            results = derivatives(x, jnp.float32(threshold), **combination)
         assert all(np.all(np.isfinite(result)) for result in results), name
 
 
@@ -184,21 +184,21 @@ def test_finite_everywhere(scope, norm, response):
 def test_finite_for_tiny_gradients(scope, norm, response, scale):
     """Where the square or the cube of the norm underflows, but no derivative overflows."""
     x = jnp.float32(POINT * scale)
-    for limit in (scale / 10, scale * 10):
-        results = derivatives(x, jnp.float32(limit), scope=scope, norm=norm, response=response)
+    for threshold in (scale / 10, scale * 10):
+        results = derivatives(x, jnp.float32(threshold), scope=scope, norm=norm, response=response)
         assert all(np.all(np.isfinite(result)) for result in results)
 
 
 @pytest.mark.slow
 @clips
-def test_identity_at_or_below_the_limit(scope, norm):
+def test_identity_at_or_below_the_threshold(scope, norm):
     combination = {"scope": scope, "norm": norm, "response": "clip"}
     x, zeros = np.float32(POINT), np.zeros(10, np.float32)
-    # The largest of the norms as measured, so that one of the groups is just at the limit.
+    # The largest of the norms as measured, so that one of the groups is just at the threshold.
     _, info = optaxclip.clip_tree(
         {"w": x[:6].reshape(2, 3), "b": x[6:]}, math.inf, scope=SCOPES[scope], norm=NORMS[norm]
     )
-    for point, limit in (
+    for point, threshold in (
         (x, np.max(info.norm)),
         (x, 1e3),
         (zeros, 1.0),
@@ -206,7 +206,9 @@ def test_identity_at_or_below_the_limit(scope, norm):
         (x * 1e25, 1e27),
         (x * 1e-25, 1e-20),
     ):
-        value, forward, gradient, hessian = derivatives(point, jnp.float32(limit), **combination)
+        value, forward, gradient, hessian = derivatives(
+            point, jnp.float32(threshold), **combination
+        )
         np.testing.assert_array_equal(value, point)
         np.testing.assert_array_equal(forward, np.eye(10, 11))
         np.testing.assert_array_equal(gradient, np.float32(np.append(WEIGHTS, 0)))
@@ -216,12 +218,12 @@ def test_identity_at_or_below_the_limit(scope, norm):
 @combinations
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_right_where_squares_leave_the_range(scope, norm, response, scale):
-    """Scaling gradients and limit alike leaves the Jacobian as it is."""
+    """Scaling gradients and threshold alike leaves the Jacobian as it is."""
     combination = {"scope": scope, "norm": norm, "response": response}
     scale = float(2 ** round(math.log2(scale)))
-    x, limit = np.float32(POINT), np.float32(0.3)
-    value, jacobian, gradient, _ = derivatives(x, limit, **combination)
-    far = derivatives(scale * x, scale * limit, **combination)
+    x, threshold = np.float32(POINT), np.float32(0.3)
+    value, jacobian, gradient, _ = derivatives(x, threshold, **combination)
+    far = derivatives(scale * x, scale * threshold, **combination)
     np.testing.assert_allclose(far[0] / scale, value, rtol=1e-5)
     np.testing.assert_allclose(far[1], jacobian, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(far[2], gradient, rtol=1e-4, atol=1e-5)
@@ -243,17 +245,17 @@ def test_in_forward_mode_where_the_factor_over_the_norm_is_too_small():
 
 
 def test_of_a_response_that_has_none_for_what_it_need_not_judge():
-    """For an infinite limit and for a norm that is not finite it would give infinity / infinity."""
+    """For an infinite threshold and for a norm that is not finite it would give infinity / infinity."""
 
     def response(norm, trigger, target):
         return norm * jnp.minimum(1.0, target / norm)
 
     @jax.jit
     @jax.vmap
-    def of_each(entry, limit):
+    def of_each(entry, threshold):
         def total(x):
             options = {"scope": scopes.tree(), "response": response, "nonfinite": "zero"}
-            return jnp.sum(optaxclip.clip_tree(x, limit, **options)[0])
+            return jnp.sum(optaxclip.clip_tree(x, threshold, **options)[0])
 
         return jax.value_and_grad(total)(jnp.stack([entry, jnp.ones(())]))
 
@@ -265,15 +267,15 @@ def test_of_a_response_that_has_none_for_what_it_need_not_judge():
 @pytest.mark.slow
 @pytest.mark.parametrize("response", ["clip", "smooth"])
 def test_under_vmap(response):
-    def loss(x, limit):
-        return jnp.asarray(WEIGHTS, jnp.float32) @ clip(x, limit, "leaf", "l2", response)
+    def loss(x, threshold):
+        return jnp.asarray(WEIGHTS, jnp.float32) @ clip(x, threshold, "leaf", "l2", response)
 
     x = np.float32(POINT)
     xs = np.stack([x, 0 * x, x * 1e25, x * 1e-15, x / 10])
-    limits = np.float32([0.3, 1.0, 1e24, 1e-16, 5.0])
+    thresholds = np.float32([0.3, 1.0, 1e24, 1e-16, 5.0])
     gradient = jax.jit(jax.grad(loss, (0, 1)))
-    dx, dlimit = jax.jit(jax.vmap(gradient))(xs, limits)
-    alone = [gradient(*point) for point in zip(xs, limits, strict=True)]
+    dx, dlimit = jax.jit(jax.vmap(gradient))(xs, thresholds)
+    alone = [gradient(*point) for point in zip(xs, thresholds, strict=True)]
     np.testing.assert_allclose(dx, [point[0] for point in alone], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(dlimit, [point[1] for point in alone], rtol=1e-4, atol=1e-6)
     assert np.all(np.isfinite(dx))
@@ -284,12 +286,14 @@ def loss_at_points(scope, norm, response):
     x = np.float32(POINT)
     points = [(x * 1e25, 1.0), (x * 1e-25, 1e-26), (x, largest_norm(scope, norm))]
     points += [(np.where(INDEX % 2, x, np.zeros_like(x)), 0.5)]
-    points += [(x * scale, limit) for scale in (0, 1) for limit in (0.0, 0.3, 1e3)]
+    points += [(x * scale, threshold) for scale in (0, 1) for threshold in (0.0, 0.3, 1e3)]
 
-    def loss(x, limit):
-        return jnp.sum(jnp.square(clip(x, limit, scope, norm, response)))
+    def loss(x, threshold):
+        return jnp.sum(jnp.square(clip(x, threshold, scope, norm, response)))
 
-    return jax.value_and_grad(loss, (0, 1)), [(x, jnp.float32(limit)) for x, limit in points]
+    return jax.value_and_grad(loss, (0, 1)), [
+        (x, jnp.float32(threshold)) for x, threshold in points
+    ]
 
 
 @pytest.mark.slow
@@ -305,9 +309,9 @@ def loss_at_points(scope, norm, response):
 def test_checkify_reports_nothing(scope, norm, response):
     gradient, points = loss_at_points(scope, norm, response)
     checked = jax.jit(checkify.checkify(gradient, checkify.float_checks | checkify.div_checks))
-    for x, limit in points:
-        error, _ = checked(x, limit)
-        assert error.get() is None, (x, limit)
+    for x, threshold in points:
+        error, _ = checked(x, threshold)
+        assert error.get() is None, (x, threshold)
 
 
 @pytest.mark.gpu
@@ -318,8 +322,8 @@ def test_strict_keeps_the_gradients(dtype):
     x = jnp.asarray(POINT, dtype)
 
     def gradients(strict):
-        def loss(x, limit):
-            clipped = clip(x, limit, "leaf", "l2", "clip", strict=strict)
+        def loss(x, threshold):
+            clipped = clip(x, threshold, "leaf", "l2", "clip", strict=strict)
             return jnp.asarray(WEIGHTS, jnp.float32) @ clipped.astype(jnp.float32)
 
         return jax.jit(jax.grad(loss, (0, 1)))(x, jnp.float32(0.3))
@@ -359,14 +363,14 @@ def test_large_groups(size):
     """Those above 64 entries are measured in another way."""
     x = np.random.default_rng(0).standard_normal(size).astype(np.float32)
 
-    def loss(x, limit):
-        (clipped,), _ = optaxclip.clip_tree([x], limit, scope=SCOPES["tree"])
+    def loss(x, threshold):
+        (clipped,), _ = optaxclip.clip_tree([x], threshold, scope=SCOPES["tree"])
         return jnp.sum(jnp.sin(clipped))
 
     gradient = jax.jit(jax.grad(loss, (0, 1)))
     points = [(x, np.linalg.norm(x)), (0 * x, 1.0), (x * np.float32(1e30), 2.0)]
-    for point, limit in points:
-        dx, dlimit = gradient(point, jnp.float32(limit))
+    for point, threshold in points:
+        dx, dlimit = gradient(point, jnp.float32(threshold))
         assert np.all(np.isfinite(dx))
         assert np.isfinite(dlimit)
     scaled = x.astype(np.float64) / np.linalg.norm(x.astype(np.float64))
@@ -390,8 +394,8 @@ TRANSFORMATIONS = {
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
 def test_transformations_of_zeros(make):
-    def loss(grads, params, limit):
-        tx = make(limit)
+    def loss(grads, params, threshold):
+        tx = make(threshold)
         clipped, _ = tx.update(grads, tx.init(params), params)
         return jnp.sum(jnp.square(clipped["w"] + 1))
 

@@ -16,13 +16,15 @@ f16, bf16, f32, inf, nan = np.float16, jnp.bfloat16, np.float32, math.inf, math.
 
 TRANSFORMATIONS = {
     "clip": optaxclip.clip,
-    "clip_by_value": lambda limit: optaxclip.clip_by_value(-1.0, limit),
+    "clip_by_value": lambda threshold: optaxclip.clip_by_value(-1.0, threshold),
     "clip_by_norm": optaxclip.clip_by_norm,
-    "clip_by_norm_axes": lambda limit: optaxclip.clip_by_norm(limit, axes=()),
+    "clip_by_norm_axes": lambda threshold: optaxclip.clip_by_norm(threshold, axes=()),
     "clip_by_global_norm": optaxclip.clip_by_global_norm,
     "clip_by_block_rms": optaxclip.clip_by_block_rms,
     "adaptive_grad_clip": optaxclip.adaptive_grad_clip,
-    "clip_by_group_norm": lambda limit: optaxclip.clip_by_group_norm(limit, lambda *_: "all"),
+    "clip_by_group_norm": lambda threshold: optaxclip.clip_by_group_norm(
+        threshold, lambda *_: "all"
+    ),
     "normalize_by_global_norm": optaxclip.normalize_by_global_norm,
 }
 
@@ -52,8 +54,8 @@ def assert_same_bits(actual, expected):
 UNCHANGED = None
 
 
-def clip_tree(grads, limit):
-    return update(optaxclip.clip_by_global_norm(limit), grads)
+def clip_tree(grads, threshold):
+    return update(optaxclip.clip_by_global_norm(threshold), grads)
 
 
 clip_tree_traced = jax.jit(clip_tree)
@@ -62,15 +64,15 @@ clip_tree_traced = jax.jit(clip_tree)
 @pytest.mark.filterwarnings("ignore:max_norm is 0")
 @pytest.mark.parametrize("mode", ["number", "traced"])
 @pytest.mark.parametrize(
-    ("dtype", "entries", "limit", "expected"),
+    ("dtype", "entries", "threshold", "expected"),
     [
-        pytest.param(f32, [0, 0], 0, [0, 0], id="zeros, limit 0"),
-        pytest.param(f32, [3, 4], 0, [0, 0], id="limit 0"),
-        pytest.param(f32, [3, 4], math.inf, UNCHANGED, id="limit inf"),
-        pytest.param(f32, [3, 4], 5, UNCHANGED, id="norm == limit"),
-        pytest.param(f16, [300] * 4, 1, [0.5] * 4, id="float16 300 x 4, limit 1"),
-        pytest.param(f16, [300] * 4, 1000, UNCHANGED, id="float16 300 x 4, limit 1000"),
-        pytest.param(f16, [60000] * 4, 130000, UNCHANGED, id="float16 60000 x 4, limit 130000"),
+        pytest.param(f32, [0, 0], 0, [0, 0], id="zeros, threshold 0"),
+        pytest.param(f32, [3, 4], 0, [0, 0], id="threshold 0"),
+        pytest.param(f32, [3, 4], math.inf, UNCHANGED, id="threshold inf"),
+        pytest.param(f32, [3, 4], 5, UNCHANGED, id="norm == threshold"),
+        pytest.param(f16, [300] * 4, 1, [0.5] * 4, id="float16 300 x 4, threshold 1"),
+        pytest.param(f16, [300] * 4, 1000, UNCHANGED, id="float16 300 x 4, threshold 1000"),
+        pytest.param(f16, [60000] * 4, 130000, UNCHANGED, id="float16 60000 x 4, threshold 130000"),
         pytest.param(f32, [1e20] * 4, 1, [0.5] * 4, id="float32 1e20 x 4"),
         pytest.param(bf16, [1e20] * 4, 1, [0.5] * 4, id="bfloat16 1e20 x 4"),
         pytest.param(f32, [1e-25] * 4, 1e-26, [5e-27] * 4, id="float32 1e-25 x 4"),
@@ -79,9 +81,9 @@ clip_tree_traced = jax.jit(clip_tree)
         pytest.param(f32, [3e38] * 9, 1, [1 / 3] * 9, id="float32 3e38 x 9, beyond float32"),
     ],
 )
-def test_value(mode, dtype, entries, limit, expected):
+def test_value(mode, dtype, entries, threshold, expected):
     grads = np.array(entries, np.float64).astype(dtype)
-    (clipped,), info = (clip_tree if mode == "number" else clip_tree_traced)([grads], limit)
+    (clipped,), info = (clip_tree if mode == "number" else clip_tree_traced)([grads], threshold)
     norm = np.linalg.norm(grads.astype(np.float64))
     np.testing.assert_allclose(info.norm, min(norm, float(jnp.finfo(f32).max)), rtol=1e-6)
     assert clipped.dtype == dtype
@@ -89,29 +91,29 @@ def test_value(mode, dtype, entries, limit, expected):
         assert_same_bits(clipped, grads)
         assert info.num_clipped == 0
     else:
-        # In float32 results may be short of their limit by that much.
+        # In float32 results may be short of their threshold by that much.
         rtol = max(2 * float(jnp.finfo(dtype).eps), 2e-6)
         rounding = {"rtol": rtol, "atol": 6e-8 * (dtype == f16)}
         np.testing.assert_allclose(np.asarray(clipped, np.float64), expected, **rounding)
 
 
 @pytest.mark.parametrize("make", NORMED.values(), ids=NORMED)
-@pytest.mark.parametrize("limit", [-1, -1.0, f32(-1), nan, f16(nan)], ids=str)
-def test_limit_that_is_a_negative_or_nan_number(make, limit):
+@pytest.mark.parametrize("threshold", [-1, -1.0, f32(-1), nan, f16(nan)], ids=str)
+def test_threshold_that_is_a_negative_or_nan_number(make, threshold):
     with pytest.raises(ValueError, match=rf"{ARGUMENT}.*(-1|nan)"):
-        make(limit)
+        make(threshold)
 
 
 @jax.jit
-def clip_in_every_way(limit):
+def clip_in_every_way(threshold):
     grads = [jnp.array([3.0, 4.0])]
-    return [update(make(limit), grads)[0][0] for make in NORMED.values()]
+    return [update(make(threshold), grads)[0][0] for make in NORMED.values()]
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize(("limit", "expected"), [(-1.0, 0), (math.nan, math.nan)], ids=str)
-def test_limit_that_is_negative_or_nan_when_traced(limit, expected):
-    np.testing.assert_array_equal(clip_in_every_way(limit), np.full((8, 2), expected, f32))
+@pytest.mark.parametrize(("threshold", "expected"), [(-1.0, 0), (math.nan, math.nan)], ids=str)
+def test_threshold_that_is_negative_or_nan_when_traced(threshold, expected):
+    np.testing.assert_array_equal(clip_in_every_way(threshold), np.full((8, 2), expected, f32))
 
 
 # Values that are not finite
@@ -292,19 +294,19 @@ def test_leaf_that_is_no_array(make, leaf):
 
 
 @pytest.mark.parametrize(
-    ("make", "limit"),
+    ("make", "threshold"),
     [
         *[(make, x) for make in NORMED.values() for x in (np.ones(2), jnp.ones(1), [1.0])],
         *[(make, x) for make in TRANSFORMATIONS.values() for x in ("1", None, True, 1j)],
     ],
 )
-def test_limit_that_is_no_scalar_or_no_number(make, limit):
-    is_array = hasattr(limit, "shape")
-    message = rf"scalar, got .*{re.escape(str(np.shape(limit)))}" if is_array else "number"
+def test_threshold_that_is_no_scalar_or_no_number(make, threshold):
+    is_array = hasattr(threshold, "shape")
+    message = rf"scalar, got .*{re.escape(str(np.shape(threshold)))}" if is_array else "number"
     with pytest.raises(
         ValueError if is_array else TypeError, match=f"{ARGUMENT} must be a .*{message}"
     ):
-        make(limit)
+        make(threshold)
 
 
 @pytest.mark.parametrize(

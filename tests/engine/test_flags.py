@@ -16,8 +16,8 @@ ROWS = jnp.ones((2, 3))
 # What other functions with a flag must be given beside it.
 ARGUMENTS = GIVEN | {
     "accumulate.value_and_grad": {"loss_fn": jnp.dot, "microbatch_size": 1},
-    "clip_tree": {"tree": ROWS, "limits": 1.0, "scope": scopes.tree()},
-    "per_example.clipped_grad": {"loss_fn": jnp.dot, "limit": 1.0},
+    "clip_tree": {"tree": ROWS, "thresholds": 1.0, "scope": scopes.tree()},
+    "per_example.clipped_grad": {"loss_fn": jnp.dot, "threshold": 1.0},
     "per_example.explain": {"loss_fn": jnp.dot},
     "per_example.grad_norms": {"loss_fn": jnp.dot},
     "optaxclip.per_example_layer_norm_clip": {"grads": ROWS, "global_l2_norm_clip": 1.0},
@@ -25,8 +25,8 @@ ARGUMENTS = GIVEN | {
     "thresholds.adaptive": {"statistic": None, "settings": 1.0, "record": "raw"},
     "tuning.sweep": {
         "init_fn": lambda key: 0.0,
-        "step_fn": lambda w, x, limit: (w, w, w),
-        "limits": [1.0],
+        "step_fn": lambda w, x, threshold: (w, w, w),
+        "thresholds": [1.0],
         "steps": 1,
         "key": 0,
         "data": np.ones(1),

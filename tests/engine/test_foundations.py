@@ -15,9 +15,9 @@ import pytest
 
 import optaxclip
 from optaxclip._base import arguments, grouping, trees
-from optaxclip._base.extras import when_imported
+from optaxclip._base.extras import call_on_import
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.states import Names, increased
+from optaxclip._base.states import StaticNames, safe_increment
 from optaxclip._border import packing
 
 MOST = 2**31 - 1
@@ -25,19 +25,19 @@ MOST = 2**31 - 1
 
 @pytest.mark.parametrize("value", [2, np.int64(2), np.array(2)])
 def test_whole_numbers_from_the_smallest_on(value):
-    assert arguments.checked_int(value, 2, "size") == 2
+    assert arguments.check_int(value, 2, "size") == 2
     with pytest.raises(ValueError, match=r"^size must be an int of at least 3, got "):
-        arguments.checked_int(value, 3, "size")
+        arguments.check_int(value, 3, "size")
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 2.0, "2", None, jnp.int32(2)])
 def test_what_is_no_whole_number(value):
     with pytest.raises(TypeError, match=r"^size must (be an int of at least 1|not be a JAX array)"):
-        arguments.checked_int(value, 1, "size")
+        arguments.check_int(value, 1, "size")
 
 
 def test_counts_may_be_arrays_and_more_than_can_be_counted():
-    count = functools.partial(arguments.checked_count, argument="steps")
+    count = functools.partial(arguments.check_int_or_scalar, argument="steps")
     assert [count(x) for x in (1, 2**40, MOST)] == [1, MOST, MOST]
     assert count(jnp.int32(1)) == 1
     assert jax.jit(count)(0) == 0  # a traced number is not compared
@@ -54,8 +54,8 @@ def test_counts_may_be_arrays_and_more_than_can_be_counted():
 
 def test_what_is_shown_of_a_value_is_short_and_in_one_line():
     for size, shown in ((78, "'" + "x" * 78 + "'"), (79, "'" + "x" * 76 + "...")):
-        assert arguments.short("x" * size) == shown
-    assert arguments.short(np.zeros((2, 1))) == "array([[0.], [0.]])"
+        assert arguments.short_repr("x" * size) == shown
+    assert arguments.short_repr(np.zeros((2, 1))) == "array([[0.], [0.]])"
 
 
 def test_gradients_among_arguments_are_told_and_other_arrays_are_not():
@@ -65,26 +65,26 @@ def test_gradients_among_arguments_are_told_and_other_arrays_are_not():
     for given in ((grads,), (1.0, grads), (np.ones(1),)):
         with (
             pytest.raises(TypeError, match=rf"^wrong\. {said}"),
-            arguments.takes_no_gradients("make", given),
+            arguments.explain_gradient_arguments("make", given),
         ):
             raise TypeError("wrong")
     for given in ((1.0, jnp.float32(2)), (jnp.ones(2, int),), (optax.sgd(0.1),), ()):
         with (
             pytest.raises(ValueError, match=r"^wrong$"),
-            arguments.takes_no_gradients("make", given),
+            arguments.explain_gradient_arguments("make", given),
         ):
             raise ValueError("wrong")
 
 
 def test_a_function_of_ours_that_was_not_called():
-    assert arguments.is_uncalled(optaxclip.clip, "optaxclip.methods")
-    for other in (optaxclip.clip(1.0).update, optax.clip, 3, Names.index):
-        assert not arguments.is_uncalled(other, "optaxclip.methods")
-    assert not arguments.is_uncalled(optaxclip.clip, "optaxclip.method")
+    assert arguments.is_uncalled_factory(optaxclip.clip, "optaxclip.methods")
+    for other in (optaxclip.clip(1.0).update, optax.clip, 3, StaticNames.index):
+        assert not arguments.is_uncalled_factory(other, "optaxclip.methods")
+    assert not arguments.is_uncalled_factory(optaxclip.clip, "optaxclip.method")
 
 
 def test_names_are_like_a_tuple_and_equal_if_one_has_lost_its_entries():
-    names = Names(("a", "b"), (), are_labels=True)
+    names = StaticNames(("a", "b"), (), is_user_label=True)
     assert (list(names), len(names), names[1], names[:1], names.index("b")) == (
         ["a", "b"],
         2,
@@ -95,22 +95,26 @@ def test_names_are_like_a_tuple_and_equal_if_one_has_lost_its_entries():
     assert repr(names) == "('a', 'b')"
     assert names == ("a", "b")
     assert names != ("a",)
-    assert names == Names() == names
-    assert names == Names(("a", "b"), ((1,), (2,)), are_labels=True)
-    assert names != Names(("a", "b"))
-    assert names != Names(("a", "c"), (), are_labels=True)
+    assert names == StaticNames() == names
+    assert names == StaticNames(("a", "b"), ((1,), (2,)), is_user_label=True)
+    assert names != StaticNames(("a", "b"))
+    assert names != StaticNames(("a", "c"), (), is_user_label=True)
     assert names != 3
-    assert len({names, Names()}) == 1
+    assert len({names, StaticNames()}) == 1
 
 
 def test_counters_stay_at_the_largest_number_or_go_round():
     def counted(count):
-        return increased(count), increased(count, count > 5), increased(count, period=3)
+        return (
+            safe_increment(count),
+            safe_increment(count, count > 5),
+            safe_increment(count, period=3),
+        )
 
     found = jax.jit(counted)(jnp.int32([0, 6, MOST]))
     np.testing.assert_array_equal(found, [[1, 7, MOST], [0, 7, MOST], [1, 7, MOST - 2]])
     with pytest.raises(TypeError, match="a counter of the state has the dtype float32"):
-        increased(jnp.float32(1))
+        safe_increment(jnp.float32(1))
 
 
 def test_so_many_norms_are_warned_of():
@@ -122,10 +126,10 @@ def test_so_many_norms_are_warned_of():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        grouping.warn_of_many_norms(grouped(2**23, 2**23), "mine")
+        grouping.warn_if_many_norms(grouped(2**23, 2**23), "mine")
     said = r"^mine: these leaves have 16,777,217 norms, of which 'b' alone has 8,388,609;"
     with pytest.warns(UserWarning, match=said):
-        grouping.warn_of_many_norms(grouped(2**23, 2**23 + 1), "mine")
+        grouping.warn_if_many_norms(grouped(2**23, 2**23 + 1), "mine")
 
 
 def test_arrays_are_joined_and_split_again():
@@ -133,9 +137,9 @@ def test_arrays_are_joined_and_split_again():
     sizes = [math.prod(shape) for shape in shapes]
 
     def there_and_back(vector):
-        pieces = packing.split_up(vector, shapes)
-        rows = packing.split_up(jnp.stack([vector, -vector]), shapes)
-        return pieces, rows, packing.concatenated(pieces)
+        pieces = packing.split_and_reshape(vector, shapes)
+        rows = packing.split_and_reshape(jnp.stack([vector, -vector]), shapes)
+        return pieces, rows, packing.ravel_and_concatenate(pieces)
 
     vector = np.arange(10, dtype=np.float32)
     pieces, rows, again = jax.jit(there_and_back)(vector)
@@ -144,34 +148,34 @@ def test_arrays_are_joined_and_split_again():
         np.testing.assert_array_equal(piece, x.reshape(shape))
         np.testing.assert_array_equal(row, np.stack([x, -x]).reshape(2, *shape))
     np.testing.assert_array_equal(again, vector)
-    assert packing.concatenated([]).shape == (0,)
+    assert packing.ravel_and_concatenate([]).shape == (0,)
 
 
 def test_groups_that_the_tree_of_a_step_lacks():
     of_step = Grouping((Group(("b",), (0,), (2,)),), ((),), "dict")
-    stored = Names(("a", "b", "c"), ((3,), (2,), ()))
-    found = of_step.with_groups_of_state(stored, 3, "mine")
+    stored = StaticNames(("a", "b", "c"), ((3,), (2,), ()))
+    found = of_step.align_with_state(stored, 3, "mine")
     assert found.groups == (Group(("a",), (), (3,)), *of_step.groups, Group(("c",), (), ()))
     assert (list(found.names), found.names.shapes) == (["a", "b", "c"], ((3,), (2,), ()))
-    assert found.present == [False, True, False]
-    assert found.by_leaf([1, 2, 3]) == [2]
-    assert of_step.with_groups_of_state(Names(), 1, "mine") is of_step
+    assert found.has_leaves == [False, True, False]
+    assert found.broadcast_to_leaves([1, 2, 3]) == [2]
+    assert of_step.align_with_state(StaticNames(), 1, "mine") is of_step
     for names, size, said in (
-        (Names(), 2, "the state has lost the names of its 2 groups, .* the updates have 1;"),
+        (StaticNames(), 2, "the state has lost the names of its 2 groups, .* the updates have 1;"),
         (stored, 6, "the state has 6 entries for its 3 groups, as if it had"),
-        (Names(("a",)), 1, r"the updates have groups \['b'\] that the params"),
+        (StaticNames(("a",)), 1, r"the updates have groups \['b'\] that the params"),
     ):
         with pytest.raises(ValueError, match=f"^mine: {said}"):
-            of_step.with_groups_of_state(names, size, "mine")
+            of_step.align_with_state(names, size, "mine")
 
 
 def test_paths_of_leaves():
     assert trees.leaf_name(()) == "leaf"
     flat = trees.flatten({"a": jnp.ones(2), "n": jnp.ones(2, int), "z": 1.0}, "params")
     assert (flat.names(), flat.shapes()) == (["a", "z"], [(2,), ()])
-    assert flat.named_like(["['a']", ".z"]).names() == ["['a']", "['z']"]
+    assert flat.match_name_style(["['a']", ".z"]).names() == ["['a']", "['z']"]
     for others in (["['a']", "z"], ["a", "z"], []):
-        assert flat.named_like(others).names() == ["a", "z"]
+        assert flat.match_name_style(others).names() == ["a", "z"]
 
 
 def test_dtypes_of_leaves():
@@ -185,12 +189,12 @@ def test_dtypes_of_leaves():
 
 def test_a_module_is_acted_on_when_it_is_imported_or_at_once(tmp_path, monkeypatch):
     acted, finders = [], list(sys.meta_path)
-    when_imported("json", acted.append)
+    call_on_import("json", acted.append)
     assert acted == [json]
     (tmp_path / "imported_late.py").write_text("VALUE = 3\n")
     (tmp_path / "imported_before.py").write_text("VALUE = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    when_imported("imported_late", lambda module: acted.append(module.VALUE))
+    call_on_import("imported_late", lambda module: acted.append(module.VALUE))
     for name in ("imported_before", "imported_late"):
         assert acted == [json]
         importlib.import_module(name)
@@ -199,7 +203,7 @@ def test_a_module_is_acted_on_when_it_is_imported_or_at_once(tmp_path, monkeypat
     assert sys.meta_path == finders
     assert importlib.import_module("imported_late").VALUE == 3
     monkeypatch.delitem(sys.modules, "imported_late")
-    when_imported("not_there", acted.append)
+    call_on_import("not_there", acted.append)
     with pytest.raises(ModuleNotFoundError, match="not_there"):
         importlib.import_module("not_there")
     assert acted == [json, 3]

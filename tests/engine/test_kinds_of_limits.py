@@ -1,4 +1,4 @@
-"""Limits of each kind of number, and what is the same for all of them."""
+"""Thresholds of each kind of number, and what is the same for all of them."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from methods_table import METHODS, ONE_OF_EACH, assert_same
 import optaxclip
 from optaxclip import scopes, thresholds
 
-LIMITS = [
+THRESHOLDS = [
     np.float16(0.5),
     np.float64(0.5),
     lambda count: jnp.float16(0.5) + 0 * count.astype(jnp.float16),
@@ -24,15 +24,19 @@ LIMITS = [
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("bits", [32, 64])
-def test_every_kind_of_limit_gives_the_same(name, bits):
+def test_every_kind_of_threshold_gives_the_same(name, bits):
     with jax.enable_x64(bits == 64):
         grads = {"w": jnp.array([3.0, 0.25], jnp.float16), "b": jnp.array([4.0], jnp.float32)}
         schedules_too = name != "clip_by_group_norm_dict"
 
         @jax.jit
         def updates(grads, traced):
-            limits = [0.5, traced, *(x for x in LIMITS if schedules_too or not callable(x))]
-            methods = [METHODS[name].make(limit) for limit in limits]
+            threshold_values = [
+                0.5,
+                traced,
+                *(x for x in THRESHOLDS if schedules_too or not callable(x)),
+            ]
+            methods = [METHODS[name].make(threshold) for threshold in threshold_values]
             return [method.update(grads, method.init(grads), grads)[0] for method in methods]
 
         expected, *others = updates(grads, jnp.float32(0.5))
@@ -58,7 +62,7 @@ SCHEDULED = {
     "spectral": optaxclip.clip_by_spectral_norm(scheduled, "hard"),
     "normalize": optaxclip.normalize_by_global_norm(scheduled),
     "skip": optaxclip.skip_above(optax.identity(), scheduled),
-    "skip by loss": optaxclip.skip_above(optax.identity(), np.inf, loss_limit=scheduled),
+    "skip by loss": optaxclip.skip_above(optax.identity(), np.inf, loss_threshold=scheduled),
 }
 
 
@@ -84,8 +88,8 @@ def test_the_first_value_of_a_schedule_is_that_of_the_first_update():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["clip", "clip_by_global_norm", "clip_by_group_norm_dict"])
 @pytest.mark.usefixtures("x64")
-def test_a_64_bit_limit_is_not_rounded(name):
-    grads, limit = {"w": jnp.array([3.0], jnp.float64), "v": jnp.zeros(2, jnp.float64)}, 0.1
-    update = METHODS[name].make(limit).update(grads, None)[0]["w"]
+def test_a_64_bit_threshold_is_not_rounded(name):
+    grads, threshold = {"w": jnp.array([3.0], jnp.float64), "v": jnp.zeros(2, jnp.float64)}, 0.1
+    update = METHODS[name].make(threshold).update(grads, None)[0]["w"]
     assert update.dtype == jnp.float64
-    assert limit * (1 - 1e-12) <= update[0] <= limit
+    assert threshold * (1 - 1e-12) <= update[0] <= threshold

@@ -98,7 +98,7 @@ def test_a_skip_knows_all_leaves_that_a_step_had():
     ):
         _, state = jax.eval_shape(tx.update, {"a": a, "b": b, "c": ONE}, state)
         assert "".join(state.leaves) == names
-        assert state.blamed.shape == (len(names),)
+        assert state.is_bad_leaf.shape == (len(names),)
 
 
 @pytest.mark.slow

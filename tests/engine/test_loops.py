@@ -170,12 +170,12 @@ PARTS = QUICK | {
 
 
 @pytest.mark.slow
-def test_derivatives_of_a_limit_for_single_examples():
+def test_derivatives_of_a_threshold_for_single_examples():
     grads = np.float32([[3, 4], [0.1, 0.2], [-1, 2]])
 
-    def both(limit):
+    def both(threshold):
         def step(at, state, k):
-            (clipped,), _ = optaxclip.per_example_global_norm_clip([grads * at[None]], limit)
+            (clipped,), _ = optaxclip.per_example_global_norm_clip([grads * at[None]], threshold)
             return at - 0.1 * k * clipped, state, jnp.sum(jnp.cos(at - 0.1 * k * clipped))
 
         start = jnp.array([1.0, -2.0]), ()

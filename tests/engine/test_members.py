@@ -63,7 +63,7 @@ def assert_same(found, expected):
     for name in SHAPES:
         pair = (x[name].astype(np.float32) for x in (updates, of_members))
         np.testing.assert_array_equal(*pair)
-    for field in ("norm", "limit", "factor", "num_clipped", "num_nonfinite"):
+    for field in ("norm", "threshold", "factor", "num_clipped", "num_nonfinite"):
         np.testing.assert_array_equal(getattr(state.info, field), getattr(states.info, field))
 
 
@@ -75,7 +75,7 @@ def test_every_rule_is_as_under_vmap(rules):
         return clip_by(scope, RULES[rule]())
 
     def both():
-        found = [steps_of(of(rule, scopes.member())) for rule in rules]
+        found = [steps_of(of(rule, scopes.ensemble_member())) for rule in rules]
         return found, [of_each(of(rule, scopes.tree())) for rule in rules]
 
     for found, expected in zip(*jax.jit(both)(), strict=True):
@@ -85,7 +85,9 @@ def test_every_rule_is_as_under_vmap(rules):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_is_as_under_vmap(options):
     def both():
-        one, of_one = (clip_by(x, 0.5, **options) for x in (scopes.member(), scopes.tree()))
+        one, of_one = (
+            clip_by(x, 0.5, **options) for x in (scopes.ensemble_member(), scopes.tree())
+        )
         return steps_of(one), of_each(of_one)
 
     assert_same(*jax.jit(both)())
@@ -97,7 +99,9 @@ def test_every_statistic_is_as_under_vmap():
 
     def both():
         of = {"window": STEPS, "stats": stats}
-        one, of_one = (monitor.record(scope=x, **of) for x in (scopes.member(), scopes.tree()))
+        one, of_one = (
+            monitor.record(scope=x, **of) for x in (scopes.ensemble_member(), scopes.tree())
+        )
         return steps_of(one)[1], of_each(of_one)[1]
 
     state, states = jax.jit(both)()
@@ -109,7 +113,7 @@ def test_every_statistic_is_as_under_vmap():
 
 
 def test_a_member_does_not_depend_on_its_neighbours():
-    tx = clip_by(scopes.member(), 0.5)
+    tx = clip_by(scopes.ensemble_member(), 0.5)
     one = jax.tree.map(lambda x: x[0], GRADS)
     found = tx.update(one, tx.init(PARAMS))[0]
     beside = jax.tree.map(lambda x: x.at[1].set(jnp.asarray(1e30, x.dtype)).at[2].set(jnp.nan), one)
@@ -122,8 +126,8 @@ def test_a_member_does_not_depend_on_its_neighbours():
 def test_members_along_another_axis(axis):
     x = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones((4, 3))}
     turned = jax.tree.map(jnp.transpose, x)
-    found, state = clip_by(scopes.member(axis), 1.0).update(x, None)
-    expected, _ = clip_by(scopes.member(), 1.0).update(turned, None)
+    found, state = clip_by(scopes.ensemble_member(axis), 1.0).update(x, None)
+    expected, _ = clip_by(scopes.ensemble_member(), 1.0).update(turned, None)
     jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(jnp.transpose, expected))
     assert list(state.info.names) == ["0", "1", "2"]
 
@@ -139,30 +143,30 @@ WRONG = {
 def test_what_has_no_members_is_refused(case):
     tree, axis, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
-        clip_by(scopes.member(axis), 1.0).init(tree)
+        clip_by(scopes.ensemble_member(axis), 1.0).init(tree)
 
 
 @pytest.mark.parametrize("axis", [None, 1.0, True, (0,)])
 def test_an_axis_is_an_int(axis):
     with pytest.raises(TypeError, match=re.escape(f"axis must be an int, got {axis!r}")):
-        scopes.member(axis)
+        scopes.ensemble_member(axis)
 
 
 def test_a_tree_without_leaves():
-    tx = clip_by(scopes.member(), 1.0)
+    tx = clip_by(scopes.ensemble_member(), 1.0)
     assert tx.update({}, tx.init({}))[1].info.norm.shape == (0,)
 
 
 def test_member_refuses_sparse_leaves():
     leaf = BCOO((jnp.ones(2), jnp.array([[0, 1], [1, 2]])), shape=(2, 3))
     with pytest.raises(ValueError, match="the sparse leaf 'w' cannot be divided into members"):
-        clip_by(scopes.member(), 1.0).init({"w": leaf})
+        clip_by(scopes.ensemble_member(), 1.0).init({"w": leaf})
 
 
 STACKS = {
     "leaf": clip_by(scopes.leaf(stacked={"layers": 1}), 1.0),
-    "member": clip_by(scopes.member(), 1.0),
-    "adagc": clip_by(scopes.member(), thresholds.adagc()),
+    "member": clip_by(scopes.ensemble_member(), 1.0),
+    "adagc": clip_by(scopes.ensemble_member(), thresholds.adagc()),
     "spectral": optaxclip.clip_by_spectral_norm(1.0, stacked={"layers": 1}),
     "block": optaxclip.clip_by_block_rms(1.0, stacked={"layers": 1}),
     "events": monitor.events(clip_by(scopes.leaf(stacked={"layers": 1}), 1.0)),

@@ -1,4 +1,4 @@
-"""What groups are multiplied by: from norms and limits to factors, at both ends of the range."""
+"""What groups are multiplied by: from norms and thresholds to factors, at both ends of the range."""
 
 import functools
 
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from optaxclip import responses
-from optaxclip._engine.measure import Measured
-from optaxclip._engine.respond import multiplier
-from optaxclip._engine.scale import _scaled
+from optaxclip._engine.measure import ScaledNorms
+from optaxclip._engine.respond import compute_multiplier
+from optaxclip._engine.scale import _scale_leaf
 
 INF, NAN = np.inf, np.nan
 SLACK = 2.0**-20
@@ -17,10 +17,10 @@ SLACK = 2.0**-20
 
 @functools.partial(jax.jit, static_argnames=("response", "nonfinite", "strict"))
 def multipliers(norm, trigger, target, response=responses.clip, nonfinite="nan", strict=False):
-    measured = Measured.of(norm, 1.0)
-    measured = measured.from_above(SLACK) if strict else measured
+    measured = ScaledNorms.from_value(norm, 1.0)
+    measured = measured.add_error_bound(SLACK) if strict else measured
     how = {"response": response, "nonfinite": nonfinite, "strict": strict}
-    return multiplier(measured, trigger, target, **how)
+    return compute_multiplier(measured, trigger, target, **how)
 
 
 def factors(norms, triggers, targets=None, **how):
@@ -33,19 +33,19 @@ def factors(norms, triggers, targets=None, **how):
 
 
 NORMS = [0, 1, 2, 8, INF, NAN, 1e30, 8, 8, 0, 8]
-LIMITS = [2, 2, 2, 2, 2, 2, 2, INF, 0, NAN, NAN]
+THRESHOLDS = [2, 2, 2, 2, 2, 2, 2, INF, 0, NAN, NAN]
 
 
 @pytest.mark.parametrize(("nonfinite", "bad"), [("nan", NAN), ("zero", 0)])
 def test_factors_of_clips(nonfinite, bad):
-    found, power = factors(NORMS, LIMITS, nonfinite=nonfinite)
+    found, power = factors(NORMS, THRESHOLDS, nonfinite=nonfinite)
     expected = [1, 1, 1, 0.25, bad, bad, 2e-30, 1, 0, NAN, NAN]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     np.testing.assert_array_equal(power[[0, 1, 2, 3, 7]], 1)
 
 
 def test_factors_of_other_responses():
-    found, _ = factors(NORMS, LIMITS, response=responses.normalize)
+    found, _ = factors(NORMS, THRESHOLDS, response=responses.normalize)
     expected = [1, 2, 1, 0.25, NAN, NAN, 2e-30, 1, 0, NAN, NAN]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     # Between the norm to reach and the one above which to act, nothing is done.
@@ -81,7 +81,7 @@ def test_entries_are_multiplied_by_both_numbers_and_those_that_stay_are_kept_bit
 
     @functools.partial(jax.jit, static_argnames="zeroes")
     def scaled(x, *columns, zeroes):
-        return _scaled(x, by=columns, axes=(0,), strict=False, zeroes=zeroes)
+        return _scale_leaf(x, by=columns, axes=(0,), strict=False, zero_nonfinite=zeroes)
 
     found = scaled(x, power, ratio, zeroes=True)
     np.testing.assert_array_equal(found[:, 1:], [[subnormal, 0, 1.5], [2, 0, -1.5]])

@@ -23,8 +23,8 @@ def update(tx, grads, params=None):
     return clipped, state.info
 
 
-def clip_tree(tree, limit, **options):
-    return optaxclip.clip_tree(tree, limit, scope=scopes.tree(), **options)
+def clip_tree(tree, threshold, **options):
+    return optaxclip.clip_tree(tree, threshold, scope=scopes.tree(), **options)
 
 
 @pytest.mark.by_day(2)
@@ -151,13 +151,13 @@ def test_sparse_leaf(make, factor):
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"),
+    ("threshold", "expected"),
     [(0.8, [[-2.88, 0, 0], [3.84, 0, 0]]), (0.9, [[-3, 0, 0], [4, 0, 0]])],
     ids=["clipped", "not clipped"],
 )
-def test_clip_by_average_norm(limit, expected):
+def test_clip_by_average_norm(threshold, expected):
     grads = np.float32([[-3.0, 0, 0], [4, 0, 0]])
-    tx = optaxclip.clip_by(scopes.leaf(), limit, norm="average_l2")
+    tx = optaxclip.clip_by(scopes.leaf(), threshold, norm="average_l2")
     np.testing.assert_allclose(tx.update(grads, tx.init(grads))[0], expected, rtol=1e-6)
 
 
@@ -214,22 +214,22 @@ def test_response_on_the_standard_sequence(response, factors):
 
 
 @pytest.mark.parametrize("response", FORMULAS)
-@pytest.mark.parametrize("limit", [1e-30, 1e-3, 1.0, 1e3, 1e30])
-def test_response_formula(response, limit):
+@pytest.mark.parametrize("threshold", [1e-30, 1e-3, 1.0, 1e3, 1e30])
+def test_response_formula(response, threshold):
     norm = np.logspace(-35, 35, 141).astype(np.float32)
-    limits = jnp.full(norm.shape, limit)
-    new = getattr(responses, response)(jnp.asarray(norm), limits, limits)
-    expected = FORMULAS[response](norm.astype(np.float64), np.float64(np.float32(limit)))
+    thresholds = jnp.full(norm.shape, threshold)
+    new = getattr(responses, response)(jnp.asarray(norm), thresholds, thresholds)
+    expected = FORMULAS[response](norm.astype(np.float64), np.float64(np.float32(threshold)))
     np.testing.assert_allclose(new, expected, rtol=1e-6)
 
 
 def test_trigger_and_target_may_differ():
-    limits = optaxclip.Limits(trigger=2.0, target=1.5)
+    thresholds = optaxclip.Thresholds(trigger=2.0, target=1.5)
     for norm, new in [(1.0, 1.0), (1.9, 1.9), (2.0, 2.0), (2.1, 1.5), (9.0, 1.5)]:
-        (clipped,), _ = clip_tree([jnp.array([norm])], limits)
+        (clipped,), _ = clip_tree([jnp.array([norm])], thresholds)
         np.testing.assert_allclose(clipped, [new], rtol=1e-6)
     # A target above the trigger never makes a group larger.
-    (clipped,), _ = clip_tree([np.float32([2.1])], optaxclip.Limits(trigger=2.0, target=5.0))
+    (clipped,), _ = clip_tree([np.float32([2.1])], optaxclip.Thresholds(trigger=2.0, target=5.0))
     np.testing.assert_array_equal(clipped, np.float32([2.1]))
 
 

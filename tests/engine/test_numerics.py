@@ -21,10 +21,10 @@ def test_powers_of_two():
     x = [0.0, TINY, 0.75, 1.0, 3.0, 2.0**-126, 2.0**127, MAX, INF, NAN]
 
     def powers(x):
-        below = numerics.power_of_two_below(x)
-        of_size = numerics.invertible(numerics.leading_bit(x))
-        exact = numerics.reciprocal_of_power(below)
-        return numerics.leading_bit(x), below, of_size, exact, numerics.next_above(x)
+        below = numerics.floor_pow2(x)
+        of_size = numerics.clamp_pow2(numerics.floor_pow2_unclamped(x))
+        exact = numerics.reciprocal_pow2(below)
+        return numerics.floor_pow2_unclamped(x), below, of_size, exact, numerics.nextafter_up(x)
 
     leading, below, of_size, exact, above = compiled(powers, x)
     most = 2.0**126
@@ -44,7 +44,7 @@ def test_quotients_and_roots_and_their_derivatives():
 
     def quotients(x, y):
         def quotient(x, y):
-            return numerics.safe_divide(x, y, 7.0)
+            return numerics.divide_no_nan(x, y, 7.0)
 
         slopes = jax.vmap(jax.grad(quotient, argnums=(0, 1)))(x, y)
         roots = jax.vmap(jax.value_and_grad(numerics.safe_sqrt))(jnp.abs(x))
@@ -63,7 +63,7 @@ def test_quotients_and_roots_and_their_derivatives():
 
 def test_averages_and_products_stay_in_range():
     def numbers(old, new, share, x, log_factor):
-        return numerics.averaged(old, new, share), numerics.multiplied(x, log_factor)
+        return numerics.lerp(old, new, share), numerics.scale_by_exp(x, log_factor)
 
     old, new, share = [4.0, 1e30, 2.0], [8.0, 1.0, 4.0], [0.25, 1.0, 0.0]
     x = [3.0, 0.0, INF, 2.0, TINY, MAX, 0.5, 0.5]
@@ -76,14 +76,14 @@ def test_averages_and_products_stay_in_range():
 
 def test_the_norm_of_all_norms():
     def norms(x):
-        return [numerics.norm_of_all(each) for each in (x, x * 1e38, x * 1e-37, x[:0], x * 0)]
+        return [numerics.combine_norms(each) for each in (x, x * 1e38, x * 1e-37, x[:0], x * 0)]
 
     found = compiled(norms, [3.0, 0.0, 0.4])
     expected = np.hypot(3, 0.4)
     np.testing.assert_allclose(
         found, np.float32([expected, expected * 1e38, expected * 1e-37, 0, 0]), rtol=1e-6
     )
-    root, unit = compiled(numerics.norm_of_all_in_parts, [3e38, 3e38])
+    root, unit = compiled(numerics.combine_norms_factored, [3e38, 3e38])
     assert float(unit) == 2.0**126  # the product with the root is out of range
     np.testing.assert_allclose(float(root) * float(unit), np.hypot(3e38, 3e38), rtol=1e-6)
 
@@ -91,28 +91,28 @@ def test_the_norm_of_all_norms():
 def test_entries_of_narrower_dtypes():
     x = np.float32([1.0, -1e6, 1e6, INF, -INF, NAN])
     np.testing.assert_array_equal(
-        numerics.narrowed(x, jnp.dtype(jnp.float16)),
+        numerics.saturating_cast(x, jnp.dtype(jnp.float16)),
         np.float16([1, -65504, 65504, INF, -INF, NAN]),
     )
-    found = numerics.narrowed(x, jnp.dtype(jnp.float8_e4m3fn)).astype(jnp.float32)
+    found = numerics.saturating_cast(x, jnp.dtype(jnp.float8_e4m3fn)).astype(jnp.float32)
     np.testing.assert_array_equal(found, np.float32([1, -448, 448, 448, -448, NAN]))
     half = np.float16([2.0, INF])
-    wide = numerics.narrowed(half, jnp.dtype(jnp.float32))
+    wide = numerics.saturating_cast(half, jnp.dtype(jnp.float32))
     assert wide.dtype == jnp.float32
     np.testing.assert_array_equal(wide, half)
     np.testing.assert_array_equal(
-        numerics.bounded(jnp.float32([INF, -INF, 2])), np.float32([MAX, -MAX, 2])
+        numerics.clamp_to_finite(jnp.float32([INF, -INF, 2])), np.float32([MAX, -MAX, 2])
     )
-    pair = numerics.promoted([jnp.zeros(1, jnp.float16), jnp.ones(1, jnp.float32)])
+    pair = numerics.promote_dtypes([jnp.zeros(1, jnp.float16), jnp.ones(1, jnp.float32)])
     assert [each.dtype for each in pair] == [jnp.float32] * 2
-    assert numerics.promoted([]) == []
+    assert numerics.promote_dtypes([]) == []
 
 
 def test_parts_of_complex_numbers():
     z, x = np.complex64([1 + 2j]), np.float32([3])
-    np.testing.assert_array_equal(numerics.by_parts(lambda part: 2 * part + 1, z), [3 + 5j])
-    np.testing.assert_array_equal(numerics.by_parts(lambda part: 2 * part + 1, x), [7])
-    assert [len(numerics.real_parts(each)) for each in (z, x)] == [2, 1]
+    np.testing.assert_array_equal(numerics.map_real_imag(lambda part: 2 * part + 1, z), [3 + 5j])
+    np.testing.assert_array_equal(numerics.map_real_imag(lambda part: 2 * part + 1, x), [7])
+    assert [len(numerics.split_complex(each)) for each in (z, x)] == [2, 1]
 
 
 def test_dtypes_of_sums_and_entries():
@@ -126,10 +126,10 @@ def test_dtypes_of_sums_and_entries():
         assert numerics.accumulation_dtype(dtype) == of_sums
         assert numerics.norm_dtype([jnp.float16, dtype]) == of_sums
     assert numerics.norm_dtype([]) == narrow
-    assert numerics.entries(jnp.ones(2, jnp.complex64), narrow).dtype == jnp.complex64
+    assert numerics.cast_elements(jnp.ones(2, jnp.complex64), narrow).dtype == jnp.complex64
     with jax.enable_x64(True):
-        assert numerics.entries(jnp.ones(2, jnp.complex64), wide).dtype == jnp.complex128
-        assert numerics.entries(jnp.ones(2, jnp.float32), wide).dtype == wide
+        assert numerics.cast_elements(jnp.ones(2, jnp.complex64), wide).dtype == jnp.complex128
+        assert numerics.cast_elements(jnp.ones(2, jnp.float32), wide).dtype == wide
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def test_real_numbers(value, is_real):
 
 def test_bounds_of_rounding_errors():
     eps = float(INFO.eps)
-    assert numerics.slack_of_norm(1, 2, eps) == pytest.approx(1.5 * eps)
-    assert numerics.slack_of_norm(2**10, 1, eps) == pytest.approx(6.5 * eps)
-    assert numerics.slack_of_norm(2**10, 2, eps) == pytest.approx(4 * eps)
-    assert numerics.slack_of_norm(2**10, 3, eps) == pytest.approx(9 * eps)
-    assert numerics.slack_of_norm(0, 2, eps) == numerics.slack_of_norm(1, 2, eps)
+    assert numerics.norm_relative_error(1, 2, eps) == pytest.approx(1.5 * eps)
+    assert numerics.norm_relative_error(2**10, 1, eps) == pytest.approx(6.5 * eps)
+    assert numerics.norm_relative_error(2**10, 2, eps) == pytest.approx(4 * eps)
+    assert numerics.norm_relative_error(2**10, 3, eps) == pytest.approx(9 * eps)
+    assert numerics.norm_relative_error(0, 2, eps) == numerics.norm_relative_error(1, 2, eps)
     (symbol,) = jax.export.symbolic_shape("n")
-    assert numerics.slack_of_norm(symbol, 2, eps) == pytest.approx(11.5 * eps)
+    assert numerics.norm_relative_error(symbol, 2, eps) == pytest.approx(11.5 * eps)

@@ -13,8 +13,8 @@ SIZES = np.float32([0.0, 1e-30, 0.5, 3.0, 1e30])
 
 
 def test_a_response_with_a_factor_tells_the_new_norm_too():
-    limit = jnp.full(5, 2.0)
-    found = responses.clip_with_eps(1.0)(SIZES, limit, limit)
+    threshold = jnp.full(5, 2.0)
+    found = responses.clip_with_eps(1.0)(SIZES, threshold, threshold)
     np.testing.assert_allclose(found, [0, 1e-30, 0.5, 1.5, 2], rtol=1e-6)
 
 
@@ -75,13 +75,13 @@ def test_powers_that_have_names_and_those_that_are_refused():
 def test_powers_of_two_are_entries_like_others(norm):
     for size in (0.5, 1.0, 4.0):
         np.testing.assert_allclose(ops.global_norm(jnp.array([size, 0.0]), norm=norm), size)
-        np.testing.assert_allclose(norm.finish(norm.map(jnp.float32(size)), jnp.float32(1)), size)
+        np.testing.assert_allclose(norm.finalize(norm.map(jnp.float32(size)), jnp.float32(1)), size)
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", [norms.lp(0.5), norms.lp(3), norms.rms], ids=repr)
 def test_zeros_have_the_derivative_zero(norm):
-    slope = jax.grad(lambda x: norm.finish(jnp.sum(norm.map(x)), jnp.float32(1)))
+    slope = jax.grad(lambda x: norm.finalize(jnp.sum(norm.map(x)), jnp.float32(1)))
     np.testing.assert_allclose(slope(np.float32([4.0, 0.0])), [1, 0], rtol=1e-6)
     np.testing.assert_array_equal(slope(jnp.zeros(2)), [0, 0])
 

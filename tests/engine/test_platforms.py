@@ -45,17 +45,17 @@ def wide(tree):
     return {name: np.asarray(x, np.complex128) for name, x in tree.items()}
 
 
-def truth(tree, scope, norm, limit):
+def truth(tree, scope, norm, threshold):
     """Each leaf, clipped in float64."""
     if scope == "tree":
         everything = np.concatenate([np.abs(x).ravel() for x in tree.values()])
-        return {name: x * min(1, limit / norm(everything)) for name, x in tree.items()}
+        return {name: x * min(1, threshold / norm(everything)) for name, x in tree.items()}
     if scope == "leaf":
-        return {name: x * min(1, limit / norm(np.abs(x))) for name, x in tree.items()}
+        return {name: x * min(1, threshold / norm(np.abs(x))) for name, x in tree.items()}
     clipped = {}
     for name, x in tree.items():
         columns = [
-            column * min(1, limit / norm(np.abs(column))) for column in x.T.reshape(-1, len(x))
+            column * min(1, threshold / norm(np.abs(column))) for column in x.T.reshape(-1, len(x))
         ]
         clipped[name] = np.stack(columns).T.reshape(x.shape)
     return clipped
@@ -198,9 +198,9 @@ def test_columns_at_the_ends_of_the_range(platform):
 def test_what_is_zeroed_has_the_derivative_0():
     """The others have theirs, as if it were not there."""
 
-    def total(tree, limit, norm, strict):
+    def total(tree, threshold, norm, strict):
         options = {"scope": scopes.leaf(), "nonfinite": "zero", "strict": strict}
-        clipped, _ = optaxclip.clip_tree(tree, limit, norm=norm, **options)
+        clipped, _ = optaxclip.clip_tree(tree, threshold, norm=norm, **options)
         return sum(jnp.sum(jnp.abs(x) ** 2) for x in clipped.values())
 
     @jax.jit
@@ -212,8 +212,8 @@ def test_what_is_zeroed_has_the_derivative_0():
         return [[jax.grad(total, (0, 1))(tree, 0.5, *case) for tree in trees] for case in cases]
 
     for bad in np.float32([np.inf, -np.inf, np.nan]):
-        for (found, by_limit), (expected, by_limit_of_rest) in derivatives(bad):
+        for (found, by_threshold), (expected, by_threshold_of_rest) in derivatives(bad):
             np.testing.assert_array_equal(found.pop("w"), np.zeros((4, 3)))
             for leaf, x in expected.items():
                 np.testing.assert_allclose(found[leaf], x, rtol=1e-5)
-            np.testing.assert_allclose(by_limit, by_limit_of_rest, rtol=1e-5)
+            np.testing.assert_allclose(by_threshold, by_threshold_of_rest, rtol=1e-5)

@@ -22,8 +22,8 @@ def _any_parts(schedule):
     return optaxclip.clip_by(scopes.leaf(), schedule, **parts)
 
 
-def _with_noise(limit):
-    return optaxclip.per_example_clip_and_aggregate(limit, 1.0, key=0)
+def _with_noise(threshold):
+    return optaxclip.per_example_clip_and_aggregate(threshold, 1.0, key=0)
 
 
 # `test_contract.py` has the methods without a schedule.

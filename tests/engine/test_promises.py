@@ -68,26 +68,26 @@ def true_norm(leaves, norm="l2", axes=None):
     return found / count if norm == "average_l2" else found
 
 
-def clip_each(trees, limits, *, scope="tree", norm="l2", strict=False):
+def clip_each(trees, thresholds, *, scope="tree", norm="l2", strict=False):
     """Clips many stacked trees; what is left to its default is not compiled again where given."""
-    return compiled_clip_each(trees, limits, scope, norm, strict)
+    return compiled_clip_each(trees, thresholds, scope, norm, strict)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4), compiler_options=AS_USERS)
-def compiled_clip_each(trees, limits, scope, norm, strict):
+def compiled_clip_each(trees, thresholds, scope, norm, strict):
     """One after another, so that `lax.cond` stays a branch."""
 
-    def clip(tree_and_limit):
-        tree, limit = tree_and_limit
+    def clip(tree_and_threshold):
+        tree, threshold = tree_and_threshold
         return optaxclip.clip_tree(
-            tree, limit, scope=SCOPES[scope], norm=NORMS[norm], strict=strict
+            tree, threshold, scope=SCOPES[scope], norm=NORMS[norm], strict=strict
         )
 
-    return lax.map(clip, (trees, limits))
+    return lax.map(clip, (trees, thresholds))
 
 
 def draw_trees(shapes, dtype=F32, decades=(-28, 36), norm="l2", *, constant=False, count=1000):
-    """Stacked random trees of all sizes, fewer if large, their norms, and limits below them."""
+    """Stacked random trees of all sizes, fewer if large, their norms, and thresholds below them."""
     rng = np.random.default_rng(0)
     count = min(count, 1_000_000 // sum(map(math.prod, shapes)))
     scale = 10 ** rng.uniform(*decades, count)
@@ -99,8 +99,8 @@ def draw_trees(shapes, dtype=F32, decades=(-28, 36), norm="l2", *, constant=Fals
         trees.append(np.clip(entries, -largest, largest).astype(dtype))
     flat = [tree.reshape(count, -1) for tree in trees]
     true = true_norm(flat, norm, axes=1)
-    limits = true * (1 - 10 ** rng.uniform(-6, 0, count)) * (1 - 1e-6)
-    return trees, true, limits.astype(F64 if dtype == F64 else F32)
+    thresholds = true * (1 - 10 ** rng.uniform(-6, 0, count)) * (1 - 1e-6)
+    return trees, true, thresholds.astype(F64 if dtype == F64 else F32)
 
 
 def norms_of(stacked, norm="l2"):
@@ -131,12 +131,12 @@ def test_norm_figures(dtype, count, size, figure):
     assert state.info.norm.dtype == F32
     true, after = true_norm(grads), true_norm(clipped)
     figure("relative error of the norm", abs(float(state.info.norm) / true - 1))
-    figure("norm of the result, limit 1, strict", after)
+    figure("norm of the result, threshold 1, strict", after)
     np.testing.assert_allclose(float(state.info.norm), true, rtol=1e-6)
     assert 0.99 < after <= 1
 
 
-# With `strict` the result's norm is at most the limit
+# With `strict` the result's norm is at most the threshold
 
 TREES = {
     **{f"{size} entries": [(size,)] for size in (1, 2, 5, 64, 65, 3000, 10_000)},
@@ -162,15 +162,15 @@ DECADES = {F32: (-28, 36), BF16: (-28, 36), F16: (-2, 4)}
     ("tree", "dtype"),
     mostly_slow([*TREES], {F32: TREES, BF16: NARROW, F16: NARROW}),
 )
-def test_limit_figures(tree, dtype, figure):
+def test_threshold_figures(tree, dtype, figure):
     decades = DECADES[dtype]
-    trees, true, limits = draw_trees(TREES[tree], dtype, decades)
-    clipped, info = clip_each(trees, limits, strict=True)
-    ratio = norms_of(clipped) / wide(limits)
-    # Limits that are not so far below the entries that these underflow.
-    lowest = ratio[(limits > 1e-3 * true) & (limits > 10.0 ** decades[0])].min()
-    figure(f"trees above the limit, of {ratio.size}", np.sum(ratio > 1))
-    figure("1 - lowest norm to limit", 1 - lowest)
+    trees, true, thresholds = draw_trees(TREES[tree], dtype, decades)
+    clipped, info = clip_each(trees, thresholds, strict=True)
+    ratio = norms_of(clipped) / wide(thresholds)
+    # Thresholds that are not so far below the entries that these underflow.
+    lowest = ratio[(thresholds > 1e-3 * true) & (thresholds > 10.0 ** decades[0])].min()
+    figure(f"trees above the threshold, of {ratio.size}", np.sum(ratio > 1))
+    figure("1 - lowest norm to threshold", 1 - lowest)
     np.testing.assert_allclose(info.norm, true, rtol=1e-6)
     assert np.sum(ratio > 1) == 0
     assert lowest > (1 - 2e-6 if dtype == F32 else 1 - 2 * float(jnp.finfo(dtype).eps))
@@ -182,16 +182,16 @@ CONSTANT = [(shapes, "l2") for shapes in TREES.values()] + [([(1000,)], "l1")]
 @pytest.mark.gpu
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("shapes", "norm"), CONSTANT, ids=str)
-def test_limit_for_constant_entries(shapes, norm):
+def test_threshold_for_constant_entries(shapes, norm):
     """In which the rounding errors of a sum do not average out."""
-    trees, true, limits = draw_trees(
+    trees, true, thresholds = draw_trees(
         shapes, F32, DECADES[F32] if norm == "l2" else (-25, 33), norm, constant=True
     )
-    clipped, info = clip_each(trees, limits, norm=norm, strict=True)
+    clipped, info = clip_each(trees, thresholds, norm=norm, strict=True)
     np.testing.assert_allclose(info.norm, true, rtol=1e-6)
-    ratio = norms_of(clipped, norm) / wide(limits)
+    ratio = norms_of(clipped, norm) / wide(thresholds)
     assert np.sum(ratio > 1) == 0
-    assert ratio[limits > 1e-3 * true].min() > 1 - 2e-6
+    assert ratio[thresholds > 1e-3 * true].min() > 1 - 2e-6
 
 
 @pytest.mark.slow
@@ -199,13 +199,13 @@ def test_limit_for_constant_entries(shapes, norm):
     ("tree", "dtype"),
     mostly_slow(["1 entries", "64 entries", "20 x 30 + 30 + 1"], {BF16: NARROW, F16: NARROW}),
 )
-def test_limit_without_strict_is_kept_up_to_rounding(tree, dtype):
+def test_threshold_without_strict_is_kept_up_to_rounding(tree, dtype):
     shapes = TREES[tree]
-    trees, _, limits = draw_trees(shapes, dtype, (0, 3))
-    clipped, _ = clip_each(trees, limits)
+    trees, _, thresholds = draw_trees(shapes, dtype, (0, 3))
+    clipped, _ = clip_each(trees, thresholds)
     rounding = float(jnp.finfo(dtype).eps) / 2
     least = math.sqrt(sum(map(math.prod, shapes))) * float(jnp.finfo(dtype).smallest_subnormal)
-    assert np.all(norms_of(clipped) <= limits * (1 + rounding) + least)
+    assert np.all(norms_of(clipped) <= thresholds * (1 + rounding) + least)
 
 
 SIZES = [1, 5, 64, 65, 1000, 10_000]
@@ -215,11 +215,11 @@ SIZES = [1, 5, 64, 65, 1000, 10_000]
 @pytest.mark.parametrize(
     ("size", "norm"), mostly_slow(SIZES, {n: SIZES if n == "l2" else [1000] for n in NORMS})
 )
-def test_limit_and_clipping_twice_for_every_norm(size, norm):
-    trees, _, limits = draw_trees([(size,)], norm=norm, decades=(-25, 33))
-    once, _ = clip_each(trees, limits, norm=norm, strict=True)
-    twice, _ = clip_each(once, limits, norm=norm, strict=True)
-    ratio = norms_of(once, norm) / wide(limits)
+def test_threshold_and_clipping_twice_for_every_norm(size, norm):
+    trees, _, thresholds = draw_trees([(size,)], norm=norm, decades=(-25, 33))
+    once, _ = clip_each(trees, thresholds, norm=norm, strict=True)
+    twice, _ = clip_each(once, thresholds, norm=norm, strict=True)
+    ratio = norms_of(once, norm) / wide(thresholds)
     assert np.sum(ratio > 1) == 0
     assert ratio.min() > 1 - (1e-5 if "lp" in norm else 2e-6)
     np.testing.assert_array_equal(twice[0], once[0])
@@ -229,11 +229,11 @@ def test_limit_and_clipping_twice_for_every_norm(size, norm):
 @pytest.mark.parametrize(
     "size", slow_unless(lambda size: size in (2, 65, 10_000), [1, 2, 5, 64, 65, 1000, 10_000])
 )
-def test_limit_near_the_smallest_numbers(size):
-    trees, _, limits = draw_trees([(size,)], decades=(-34, -28))
-    limits = np.maximum(limits, F32(1e-35))
-    clipped, _ = clip_each(trees, limits, strict=True)
-    ratio = norms_of(clipped) / np.minimum(wide(limits), norms_of(trees))
+def test_threshold_near_the_smallest_numbers(size):
+    trees, _, thresholds = draw_trees([(size,)], decades=(-34, -28))
+    thresholds = np.maximum(thresholds, F32(1e-35))
+    clipped, _ = clip_each(trees, thresholds, strict=True)
+    ratio = norms_of(clipped) / np.minimum(wide(thresholds), norms_of(trees))
     assert np.sum(ratio > 1) == 0
     assert ratio.min() > 0.9
 
@@ -248,35 +248,35 @@ def test_limit_near_the_smallest_numbers(size):
     ),
     ids=str,
 )
-def test_limit_and_clipping_twice_for_every_scope(scope, shape):
+def test_threshold_and_clipping_twice_for_every_scope(scope, shape):
     trees, _, _ = draw_trees([shape, shape], decades=(-25, 33))
     axes = {"unit": 1, "axes": 2}.get(scope, (1, 2))
 
     def by_group(stacked):
         return np.hstack([np.linalg.norm(wide(x), axis=axes).reshape(len(x), -1) for x in stacked])
 
-    limits = (0.9 * np.median(by_group(trees), 1)).astype(F32)
-    once, _ = clip_each(trees, limits, scope=scope, strict=True)
-    twice, _ = clip_each(once, limits, scope=scope, strict=True)
-    assert np.mean(by_group(trees) > wide(limits)[:, None]) > 0.4
-    assert np.sum(by_group(once) > wide(limits)[:, None]) == 0
+    thresholds = (0.9 * np.median(by_group(trees), 1)).astype(F32)
+    once, _ = clip_each(trees, thresholds, scope=scope, strict=True)
+    twice, _ = clip_each(once, thresholds, scope=scope, strict=True)
+    assert np.mean(by_group(trees) > wide(thresholds)[:, None]) > 0.4
+    assert np.sum(by_group(once) > wide(thresholds)[:, None]) == 0
     np.testing.assert_array_equal(np.asarray(twice), np.asarray(once))
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("size", [1, 5, 65, 10_000])
-def test_limit_in_float64(size):
-    trees, true, limits = draw_trees([(size,)], F64, decades=(-250, 250))
-    clipped, info = clip_each(trees, limits, strict=True)
+def test_threshold_in_float64(size):
+    trees, true, thresholds = draw_trees([(size,)], F64, decades=(-250, 250))
+    clipped, info = clip_each(trees, thresholds, strict=True)
     assert clipped[0].dtype == info.norm.dtype == F64
     np.testing.assert_allclose(info.norm, true.astype(F64), rtol=1e-15)
-    ratio = norms_of(clipped) / limits
+    ratio = norms_of(clipped) / thresholds
     assert np.max(ratio) <= 1
-    assert np.min(ratio[limits > 1e-3 * true]) > 1 - 1e-14
+    assert np.min(ratio[thresholds > 1e-3 * true]) > 1 - 1e-14
 
 
-# At or below the limit, bit for bit
+# At or below the threshold, bit for bit
 
 
 def bits(dtype):
@@ -289,18 +289,18 @@ def bits(dtype):
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.filterwarnings("ignore:limits is 0")
+@pytest.mark.filterwarnings("ignore:thresholds is 0")
 @pytest.mark.parametrize("scope", ["tree", "unit"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
-def test_below_the_limit_nothing_changes(dtype, scope):
+def test_below_the_threshold_nothing_changes(dtype, scope):
     @settings(max_examples=100, deadline=None)
     @given(bits(dtype))
     def check(x):
-        limit = true_norm([x]) * (1 + 1e-6)
-        limit = F32(limit if limit < 3.4e38 else math.inf)
-        (clipped,), info = optaxclip.clip_tree([x], limit, scope=SCOPES[scope])
+        threshold = true_norm([x]) * (1 + 1e-6)
+        threshold = F32(threshold if threshold < 3.4e38 else math.inf)
+        (clipped,), info = optaxclip.clip_tree([x], threshold, scope=SCOPES[scope])
         assert np.asarray(clipped).tobytes() == x.tobytes()
-        # And where norm == limit, to the last bit.
+        # And where norm == threshold, to the last bit.
         (clipped,), _ = optaxclip.clip_tree([x], info.norm.reshape(()), scope=SCOPES[scope])
         assert np.asarray(clipped).tobytes() == x.tobytes()
 

@@ -1,4 +1,4 @@
-"""Limits and norms at the edges of what dtypes hold, beside NumPy in float64."""
+"""Thresholds and norms at the edges of what dtypes hold, beside NumPy in float64."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_a_factor_that_is_a_power_of_two_alone_is_no_factor_of_one():
         np.testing.assert_array_equal(np.float32(clipped(leaves)), [[1, 0]] * 3, err_msg=f"{dtype}")
 
 
-def test_limits_of_orders_below_one():
+def test_thresholds_of_orders_below_one():
     orders = (0.1, 0.25, 0.5, 0.9)
     trees = RNG.normal(size=(200, 64)).astype(np.float32)
 

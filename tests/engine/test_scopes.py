@@ -12,20 +12,20 @@ from optaxclip import scopes
 from optaxclip._base.trees import flatten
 
 
-def clip(tree, limit, scope, **options):
-    return optaxclip.clip_tree(tree, limit, scope=scope, **options)
+def clip(tree, threshold, scope, **options):
+    return optaxclip.clip_tree(tree, threshold, scope=scope, **options)
 
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def expected(x, axes, limit):
-    """`x` in NumPy, clipped to L2 norm `limit` over the axes."""
+def expected(x, axes, threshold):
+    """`x` in NumPy, clipped to L2 norm `threshold` over the axes."""
     norm = np.linalg.norm(
         np.moveaxis(x, axes, range(len(axes))).reshape(-1, *np.delete(x.shape, axes)), axis=0
     )
-    return x * np.expand_dims(np.minimum(1, limit / norm), axes)
+    return x * np.expand_dims(np.minimum(1, threshold / norm), axes)
 
 
 def axes_of(scope, shape):
@@ -130,8 +130,8 @@ def test_agc_is_the_unit_scope_with_weight_norms():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("norm", "update", "factor"), [(5, 10, 0.15), (0, 1, 3e-4)])
 def test_agc_per_tensor_as_in_dreamer(norm, update, factor):
-    limit = optaxclip.thresholds.relative_to_params(0.3, eps=1e-3)
-    tx = optaxclip.clip_by(scopes.leaf(), limit)
+    threshold = optaxclip.thresholds.relative_to_params(0.3, eps=1e-3)
+    tx = optaxclip.clip_by(scopes.leaf(), threshold)
     params, grads = jnp.array([[norm, 0.0]]), jnp.array([[0.0, update]])
     actual, _ = tx.update(grads, tx.init(params), params)
     np.testing.assert_allclose(actual, factor * grads, rtol=1e-6)
@@ -189,8 +189,8 @@ def test_stacked_forms_are_equivalent():
 def test_clip_by_norm_over_an_axis(axis, clipped):
     """TensorFlow's vectors."""
     grads = np.float32([[-3.0, 0, 0], [4, 0, 3]])
-    for limit, result in ((4.0, clipped), (6.0, grads)):
-        tx = optaxclip.clip_by_norm(limit, axes=axis)
+    for threshold, result in ((4.0, clipped), (6.0, grads)):
+        tx = optaxclip.clip_by_norm(threshold, axes=axis)
         actual, _ = tx.update(grads, tx.init(grads))
         np.testing.assert_allclose(actual, result, rtol=1e-6)
 
@@ -228,9 +228,9 @@ GROUPED = {"encoder": {"w": normal(3, 4), "b": normal(4, seed=1)}, "head": [norm
 def test_groups_are_trees_of_their_own(labels):
     clipped, info = clip(GROUPED, {"encoder": 0.5, "head": 0.1}, scopes.group(labels))
     assert list(info.names) == ["encoder", "head"]
-    np.testing.assert_allclose(info.limit, [0.5, 0.1], rtol=1e-6)
-    for i, (name, limit) in enumerate({"encoder": 0.5, "head": 0.1}.items()):
-        alone, alone_info = clip(GROUPED[name], limit, scopes.tree())
+    np.testing.assert_allclose(info.threshold, [0.5, 0.1], rtol=1e-6)
+    for i, (name, threshold) in enumerate({"encoder": 0.5, "head": 0.1}.items()):
+        alone, alone_info = clip(GROUPED[name], threshold, scopes.tree())
         np.testing.assert_allclose(info.norm[i], alone_info.norm, rtol=1e-6)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), clipped[name], alone)
 
@@ -277,7 +277,7 @@ def test_counts_may_be_numpys():
 def test_a_leaf_without_units_is_recorded_as_not_clipped(shapes):
     grads = {name: jnp.ones(shape) for name, shape in shapes.items()}
     _, info = clip(grads, 0.5, scopes.unit())
-    assert (info.norm[0], info.limit[0], info.factor[0], info.fraction[0]) == (0, np.inf, 1, 0)
+    assert (info.norm[0], info.threshold[0], info.factor[0], info.fraction[0]) == (0, np.inf, 1, 0)
 
 
 def test_axes_may_be_numpys():
@@ -291,7 +291,10 @@ def test_a_function_of_the_whole_tree_labels_as_for_partition():
         return {"w": "a", "rest": jax.tree.map(lambda _: "b", tree["rest"])}
 
     grads = {"w": jnp.array([3.0, 4.0]), "rest": [jnp.array([6.0]), jnp.array([8.0])]}
-    clips = {name: optaxclip.clip_by_global_norm(limit) for name, limit in (("a", 1.0), ("b", 2.0))}
+    clips = {
+        name: optaxclip.clip_by_global_norm(threshold)
+        for name, threshold in (("a", 1.0), ("b", 2.0))
+    }
     expected = optax.partition(clips, of_tree)
     for tx in (
         optaxclip.clip_by_group_norm({"a": 1.0, "b": 2.0}, of_tree),

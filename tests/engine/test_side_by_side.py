@@ -54,13 +54,13 @@ def test_records_stand_beside_their_names(name, axes):
     np.testing.assert_allclose(info.norm, largest, rtol=1e-6)
 
 
-def test_limits_by_name_of_layers_and_whole_leaves():
+def test_thresholds_by_name_of_layers_and_whole_leaves():
     """In the array that they share the whole leaf comes first, by name it comes last."""
     tree = {"a": normal(2, 80), "z": normal(100, seed=1)}
-    limits = {"a/0": 1.0, "a/1": 2.0, "z": 3.0}
+    thresholds = {"a/0": 1.0, "a/1": 2.0, "z": 3.0}
     scope = scopes.leaf(stacked={"a": 1, "z": 0})
-    clipped, info = optaxclip.clip_tree(tree, limits, scope=scope)
-    assert dict(zip(info.names, info.limit.tolist(), strict=True)) == limits
+    clipped, info = optaxclip.clip_tree(tree, thresholds, scope=scope)
+    assert dict(zip(info.names, info.threshold.tolist(), strict=True)) == thresholds
     norms = [*np.linalg.norm(clipped["a"], axis=1), np.linalg.norm(clipped["z"])]
     np.testing.assert_allclose(norms, [1, 2, 3], rtol=2e-6)
 
@@ -75,4 +75,4 @@ def test_params_may_lie_in_another_way_than_gradients():
     expected, alone = tx.update(tree, tx.init(tree), tree)
     for found, leaf in zip(jax.tree.leaves(clipped), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(found, leaf, rtol=1e-6)
-    np.testing.assert_allclose(state.info.limit, alone.info.limit, rtol=1e-6)
+    np.testing.assert_allclose(state.info.threshold, alone.info.threshold, rtol=1e-6)

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.sparse import BCOO
 
 import optaxclip
-from optaxclip._border.entries import sums_of_stored
+from optaxclip._border.entries import coalesce_values
 
 
 @pytest.mark.by_day(1)
@@ -36,7 +36,7 @@ def test_entries_out_of_range_do_not_count(norm):
 def test_what_is_stored_is_added_up_in_each_batch():
     data, indices = np.float32([[3, 1, 3], [1, 6, 1]]), np.int32([[2, 0, 2], [2, 0, 9]])
     leaf = BCOO((data, indices[..., None]), shape=(2, 5))
-    found = jax.jit(lambda leaf: sums_of_stored(leaf, jnp.float32))(leaf)
+    found = jax.jit(lambda leaf: coalesce_values(leaf, jnp.float32))(leaf)
     np.testing.assert_array_equal(found, [[6, 1, 6], [1, 6, 0]])
 
 

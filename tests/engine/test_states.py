@@ -55,7 +55,7 @@ def test_nothing_else_holds_the_arrays_of_a_fresh_state(rule, scope):
 
 def test_nothing_else_holds_the_arrays_of_a_fresh_state_with_a_rule_that_judges():
     inner, rule = optax.sgd(0.1, momentum=0.9), thresholds.zscore()
-    tx = optaxclip.skip_above(inner, rule, loss_limit=rule)
+    tx = optaxclip.skip_above(inner, rule, loss_threshold=rule)
     places = [x.unsafe_buffer_pointer() for x in arrays(tx.init(PARAMS))]
     assert len(set(places)) == len(places)
 
@@ -142,7 +142,7 @@ def test_a_group_that_a_step_lacks_keeps_its_record(scope):
     _, before = tx.update(grads, tx.init(grads))
     updates, after = tx.update({"a": 2 * grads["a"], "b": None}, before)
     assert updates["b"] is None
-    for name in ("norm", "limit", "factor", "num_clipped", "num_nonfinite"):
+    for name in ("norm", "threshold", "factor", "num_clipped", "num_nonfinite"):
         of_b = [getattr(state.info, name)[1] for state in (before, after)]
         np.testing.assert_array_equal(*of_b, err_msg=name)
     np.testing.assert_array_equal(after.info.fraction, [1, 0])
@@ -170,7 +170,7 @@ def test_a_step_without_leaves_has_the_norm_of_nothing():
     _, before = tx.update({"a": jnp.ones(4)}, None)
     _, after = tx.update({"a": None}, before)
     info = after.info
-    assert (info.norm, info.limit, info.factor, info.fraction) == (0, 1, 1, 0)
+    assert (info.norm, info.threshold, info.factor, info.fraction) == (0, 1, 1, 0)
     assert (info.num_clipped, info.num_nonfinite) == (1, 0)
 
 
@@ -194,7 +194,7 @@ WITHOUT_KEYS |= {
 }
 WITHOUT_KEYS |= {
     "skip, mean_over_rms": optaxclip.skip_above(optax.sgd(0.1), thresholds.mean_over_rms()),
-    "skip, loss": optaxclip.skip_above(optax.sgd(0.1), 1.0, loss_limit=thresholds.zscore()),
+    "skip, loss": optaxclip.skip_above(optax.sgd(0.1), 1.0, loss_threshold=thresholds.zscore()),
     "error": optaxclip.clip_by(scopes.leaf(), thresholds.zscore(), nonfinite="error"),
 }
 

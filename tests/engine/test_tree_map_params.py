@@ -18,7 +18,7 @@ from parts_table import RULES, SCOPES, TRANSFORMATIONS
 
 import optaxclip
 from optaxclip import monitor, scopes, thresholds
-from optaxclip._base.states import Names
+from optaxclip._base.states import StaticNames
 
 MOMENTS = {
     "StableAdamState": ("mu", "nu"),
@@ -42,7 +42,7 @@ def moments_of(state):
 
 def names_in(state):
     """All names in a state, in order; JAX does not list them, as they belong to its structure."""
-    if isinstance(state, Names):
+    if isinstance(state, StaticNames):
         return [list(state)]
     children = state.values() if isinstance(state, dict) else state
     is_node = isinstance(state, (dict, list, tuple))
@@ -153,7 +153,7 @@ def test_specs_for_a_state_from_those_of_the_parameters(name):
 
 def test_equal_names_are_the_same_key():
     # A dict compares hashes before it compares keys.
-    assert {Names(("b", "w")): 1}[Names()] == 1
+    assert {StaticNames(("b", "w")): 1}[StaticNames()] == 1
 
 
 @pytest.mark.slow
@@ -195,4 +195,4 @@ def test_a_skip_without_names_waits_for_a_step_with_all_leaves():
     state = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
     for grads, names in ((GRADS | {"v": None}, []), (GRADS, ["b", "v", "w"])):
         _, state = tx.update(grads, state)
-        assert (list(state.leaves), state.blamed.shape) == (names, (3,))
+        assert (list(state.leaves), state.is_bad_leaf.shape) == (names, (3,))

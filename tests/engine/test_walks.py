@@ -31,10 +31,10 @@ MAKERS = (
         for name, rule in RULES.items()
     }
     | {
-        "limits by label": optaxclip.clip_by_group_norm(
+        "thresholds by label": optaxclip.clip_by_group_norm(
             {"w": 1.0, "b": thresholds.zscore(), "v": 2.0}, lambda path, leaf: path
         ),
-        "loss": optaxclip.skip_above(optax.adam(0.1), 1.0, loss_limit=LOSS),
+        "loss": optaxclip.skip_above(optax.adam(0.1), 1.0, loss_threshold=LOSS),
         "record of the loss": monitor.record(loss=True),
         "noise scale": monitor.noise_scale(),
     }
@@ -50,7 +50,7 @@ STATES["accumulate"] = accumulate.value_and_grad(
     lambda params, batch: jnp.sum(params["w"]) + jnp.sum(batch),
     microbatch_size=2,
     clip=optaxclip.adagc(),
-    reject=LOSS,
+    reject_rule=LOSS,
 ).init(PARAMS, jnp.ones(4))
 every_state = pytest.mark.parametrize("name", STATES)
 
@@ -127,6 +127,6 @@ OF_A_TUPLE = (
 
 def test_pickles_of_names_that_were_tuples():
     names = pickle.loads(OF_A_TUPLE)
-    assert (names.entries, names.shapes, names.are_labels) == (("a", "b"), ((2,), ()), True)
+    assert (names.entries, names.shapes, names.is_user_label) == (("a", "b"), ((2,), ()), True)
     again = pickle.loads(pickle.dumps(names))
-    assert (again.entries, again.shapes, again.are_labels) == (("a", "b"), ((2,), ()), True)
+    assert (again.entries, again.shapes, again.is_user_label) == (("a", "b"), ((2,), ()), True)

@@ -1,4 +1,4 @@
-"""Where there is no limit, or none yet: the group stays, and so do its derivatives."""
+"""Where there is no threshold, or none yet: the group stays, and so do its derivatives."""
 
 import functools
 import math
@@ -50,7 +50,7 @@ PAIRS += [("constant", response) for response in RESPONSES if response != "clip_
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("rule", "response"), PAIRS)
-def test_a_group_without_a_limit_stays_and_so_do_its_derivatives(rule, response):
+def test_a_group_without_a_threshold_stays_and_so_do_its_derivatives(rule, response):
     def loss(grads, params):
         updates, state = first_step(rule, response, grads, params)
         return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(updates)), (updates, state.info)
@@ -65,7 +65,7 @@ def test_a_group_without_a_limit_stays_and_so_do_its_derivatives(rule, response)
     params = jax.tree.map(lambda x: x + 1, GRADS)
     (of_grads, of_params), updates, info, forward = derivatives(GRADS, params)
     jax.tree.map(np.testing.assert_array_equal, updates, GRADS)
-    np.testing.assert_array_equal(info.limit, [math.inf] * 3)
+    np.testing.assert_array_equal(info.threshold, [math.inf] * 3)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(y, np.cos(x)), GRADS, of_grads)
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), of_params)
     np.testing.assert_allclose(forward, sum(np.sum(np.cos(x)) for x in GRADS.values()), rtol=1e-6)
@@ -73,23 +73,23 @@ def test_a_group_without_a_limit_stays_and_so_do_its_derivatives(rule, response)
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("response", ["normalize", "clip_with_eps"])
-def test_derivatives_are_finite_far_from_the_limit(response):
+def test_derivatives_are_finite_far_from_the_threshold(response):
     """Those of the factor leave the range, those of what comes out do not."""
 
-    def loss(x, limit):
+    def loss(x, threshold):
         options = {"scope": scopes.leaf(), "response": RESPONSES[response]}
-        return jnp.sum(optaxclip.clip_tree({"x": x}, limit, **options)[0]["x"])
+        return jnp.sum(optaxclip.clip_tree({"x": x}, threshold, **options)[0]["x"])
 
     @jax.jit
-    def both(x, limit):
+    def both(x, threshold):
         direction = jnp.ones_like(x)
-        return jax.grad(loss, (0, 1))(x, limit), jax.jvp(
-            lambda x: loss(x, limit), (x,), (direction,)
+        return jax.grad(loss, (0, 1))(x, threshold), jax.jvp(
+            lambda x: loss(x, threshold), (x,), (direction,)
         )
 
-    for x, limit in (([1e-20, 0.0], 0.1), ([1e30, 1.0], 2.0), ([1e-30, 1e-31], 1e-8)):
-        found = both(np.float32(x), np.float32(limit))
-        assert all(np.all(np.isfinite(each)) for each in jax.tree.leaves(found)), (x, limit)
+    for x, threshold in (([1e-20, 0.0], 0.1), ([1e30, 1.0], 2.0), ([1e-30, 1e-31], 1e-8)):
+        found = both(np.float32(x), np.float32(threshold))
+        assert all(np.all(np.isfinite(each)) for each in jax.tree.leaves(found)), (x, threshold)
         (slope, _), (_, forward) = found
         if response == "normalize":
             np.testing.assert_allclose(np.sum(slope), forward, rtol=1e-4)
@@ -97,9 +97,9 @@ def test_derivatives_are_finite_far_from_the_limit(response):
 
 @functools.cache
 def slopes_of_sums(response):
-    def loss(grads, limit):
+    def loss(grads, threshold):
         clip = functools.partial(per_example.clip_sum, response=response, scope=scopes.leaf())
-        return jnp.sum(jnp.sin(clip({"a": grads}, limit).grads["a"]))
+        return jnp.sum(jnp.sin(clip({"a": grads}, threshold).grads["a"]))
 
     return jax.jit(jax.grad(loss, (0, 1)))
 
@@ -109,13 +109,13 @@ def slopes_of_sums(response):
 @pytest.mark.parametrize("response", ["clip", "auto_s"])
 def test_an_example_that_is_dropped_has_no_derivative(response, bad):
     kept = np.float32([[3, 4], [0.1, 0.2]])
-    expected, expected_limit = slopes_of_sums(response)(kept, 1.0)
-    found, of_limit = slopes_of_sums(response)(np.append(kept, np.float32([[bad, 1]]), 0), 1.0)
+    expected, expected_threshold = slopes_of_sums(response)(kept, 1.0)
+    found, of_threshold = slopes_of_sums(response)(np.append(kept, np.float32([[bad, 1]]), 0), 1.0)
     np.testing.assert_allclose(found, [*expected, [0, 0]], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(of_limit, expected_limit, rtol=1e-5)
+    np.testing.assert_allclose(of_threshold, expected_threshold, rtol=1e-5)
 
 
-# None that warms up by a limit of the user's, as AdaGC, or begins with one, as the quantile.
+# None that warms up by a threshold of the user's, as AdaGC, or begins with one, as the quantile.
 AT_ONCE = {
     "percentile": thresholds.percentile,
     "window": thresholds.window,
@@ -133,8 +133,8 @@ def test_nothing_is_judged_before_something_is_recorded(name, patience):
     state, update = rule.init(jnp.zeros(())), jax.jit(rule.update)
     # The first is below the floor, the second is not finite: neither is recorded.
     for norm in (1e-9, jnp.nan, 3.0):
-        limits, state = update(jnp.float32(norm), state, None)
-        assert limits.trigger == limits.target == math.inf
+        threshold_values, state = update(jnp.float32(norm), state, None)
+        assert threshold_values.trigger == threshold_values.target == math.inf
     # What came first is all that is known.
     np.testing.assert_allclose(update(jnp.float32(2.9), state, None)[0].trigger, 3, rtol=1e-5)
 
@@ -143,7 +143,7 @@ def test_nothing_is_judged_before_something_is_recorded(name, patience):
 @pytest.mark.parametrize("name", ["zscore", "window", "percentile"])
 def test_no_step_is_skipped_before_a_loss_is_recorded(name):
     rule = AT_ONCE[name](warmup_steps=0)
-    tx = optaxclip.skip_above(optax.sgd(1.0), jnp.inf, loss_limit=rule)
+    tx = optaxclip.skip_above(optax.sgd(1.0), jnp.inf, loss_threshold=rule)
     ones, update = np.ones(2, np.float32), jax.jit(tx.update)
     state, skipped = tx.init(ones), []
     for loss in (-3.0, -3.1, np.nan, -3.2, 100.0):

@@ -11,7 +11,7 @@ from optaxclip import scopes
 
 def record(tx, grads, params=None):
     info = tx.update(grads, tx.init(grads), params)[1].info
-    return [float(x[0]) for x in (info.norm, info.limit, info.factor)], info
+    return [float(x[0]) for x in (info.norm, info.threshold, info.factor)], info
 
 
 def test_the_worst_unit_is_not_the_one_with_the_largest_norm():
@@ -20,8 +20,8 @@ def test_the_worst_unit_is_not_the_one_with_the_largest_norm():
     np.testing.assert_allclose(found, [1, 0.1, 0.1], rtol=1e-5)
 
 
-def test_a_unit_with_limit_0_is_worse_than_any_other():
-    # Zeros under a limit of 0 stay as they are, and are not bad at all.
+def test_a_unit_with_threshold_0_is_worse_than_any_other():
+    # Zeros under a threshold of 0 stay as they are, and are not bad at all.
     params = np.float32([[0.0, 1e-3, 1.0, 0], [0, 0, 0, 0]])
     grads = np.float32([[3.0, 1e30, 0.1, 0], [4.0, 0, 0, 0]])
     tx = optaxclip.clip_by(scopes.unit(), optaxclip.thresholds.relative_to_params(0.1, eps=0.0))
@@ -31,13 +31,13 @@ def test_a_unit_with_limit_0_is_worse_than_any_other():
     np.testing.assert_allclose(tiny, [1e-37, 0, 0], rtol=1e-6)
 
 
-def test_the_share_of_units_above_their_limit():
+def test_the_share_of_units_above_their_threshold():
     grads = {"a": np.float32([[3.0, 0.5, 2.0], [4.0, 0, 0]]), "b": np.float32([[0.1], [0.2]])}
     grads |= {"none": np.zeros((3, 0)), "one": np.float32([[3.0], [4.0]])}
     _, info = record(optaxclip.clip_by(scopes.unit(), 1.0), grads)
     np.testing.assert_allclose(info.fraction, [2 / 3, 0, 0, 1], rtol=1e-6)
     assert list(info.num_clipped) == [1, 0, 0, 1]
-    assert (info.norm[2], info.limit[2], info.factor[2]) == (0, np.inf, 1)
+    assert (info.norm[2], info.threshold[2], info.factor[2]) == (0, np.inf, 1)
 
 
 def test_a_bad_unit_is_worst_of_all_and_zero_says_so():
@@ -65,35 +65,35 @@ def test_each_layer_counts_its_own_bad_entries():
         assert list(info.num_nonfinite) == [1, 0]
 
 
-# The norms and limits of two groups, and those of the worse.
+# The norms and thresholds of two groups, and those of the worse.
 CASES = {
-    "two without a limit": ([5, 3], [0, 0], (5, 0)),
+    "two without a threshold": ([5, 3], [0, 0], (5, 0)),
     "twice the same ratio": ([2, 4], [1, 2], (4, 2)),
     "the smaller is further above": ([10, 1], [100, 0.5], (1, 0.5)),
-    "zero under a limit of 0": ([0, 0.25], [0, 0.5], (0.25, 0.5)),
+    "zero under a threshold of 0": ([0, 0.25], [0, 0.5], (0.25, 0.5)),
     "infinite": ([np.inf, 1e30], [1, 1e-30], (np.inf, 1)),
     "NaN": ([np.nan, np.inf], [1, 2], (np.nan, 1)),
     "nothing above": ([0, 0], [1, 1], (0, 1)),
-    "no limits": ([0.5, 0], [np.inf, np.inf], (0.5, np.inf)),
+    "no thresholds": ([0.5, 0], [np.inf, np.inf], (0.5, np.inf)),
 }
 
 
 def test_the_worst_of_two_in_any_order():
     *columns, expected = (np.float32(x) for x in zip(*CASES.values(), strict=True))
-    norms, limits = (np.concatenate([x, x[:, ::-1]]) for x in columns)
+    norms, thresholds = (np.concatenate([x, x[:, ::-1]]) for x in columns)
 
     @jax.jit
     @jax.vmap
-    def record_of(norms, limits):
-        each = {"leaf": limits}
-        both = optaxclip.Limits(each, each)
+    def record_of(norms, thresholds):
+        each = {"leaf": thresholds}
+        both = optaxclip.Thresholds(each, each)
         return optaxclip.clip_tree(norms[:, None], both, scope=scopes.axes(-1))[1]
 
-    info = record_of(norms, limits)
-    found = np.stack([info.norm, info.limit], 1)[..., 0]
+    info = record_of(norms, thresholds)
+    found = np.stack([info.norm, info.threshold], 1)[..., 0]
     np.testing.assert_array_equal(found, np.concatenate([expected] * 2))
     bad = ~np.isfinite(norms)
-    np.testing.assert_array_equal(info.fraction[:, 0], ((norms > limits) & ~bad).mean(1))
+    np.testing.assert_array_equal(info.fraction[:, 0], ((norms > thresholds) & ~bad).mean(1))
     np.testing.assert_array_equal(info.num_nonfinite[:, 0], bad.any(1))
 
 

@@ -27,7 +27,7 @@ RULES = {
     "median": thresholds.median(window=4, every_step=True),
     "percentile": thresholds.percentile(window=4),
     "periodic_median": thresholds.median(window=4),
-    "quantile": thresholds.quantile(init_limit=1.0),
+    "quantile": thresholds.quantile(init_threshold=1.0),
     "schedule": optax.linear_schedule(1.0, 0.5, 3),
     "window": thresholds.window(3.0, 4),
     "zscore": thresholds.zscore(),
@@ -43,9 +43,9 @@ def test_a_count_may_be_the_least_and_any_that_is_larger(count):
 
 
 def test_how_to_switch_clipping_off_is_said_where_one_might_want_it():
-    for limit in (None, -1.0, np.nan):
+    for threshold in (None, -1.0, np.nan):
         with pytest.raises((TypeError, ValueError), match=r"to switch clipping off pass math\.inf"):
-            optaxclip.clip_by_global_norm(limit)
+            optaxclip.clip_by_global_norm(threshold)
     others = [
         lambda: optaxclip.clip_by_global_norm("1"),
         lambda: optaxclip.scale_by_stable_adam(eps=None),
@@ -93,7 +93,7 @@ def test_a_state_of_another_rule_is_refused_and_both_are_named(rule, how, number
     place = [*RULES].index(rule)
     for other in [*RULES, *RULES][place + 1 :][:number]:
         held = names.get(other, f"the state of {other}, arrays")
-        said = f"another limit: it holds {held}.* this limit keeps {own}.*fresh state"
+        said = f"another threshold: it holds {held}.* this threshold keeps {own}.*fresh state"
         with pytest.raises(ValueError, match=said):
             update(params, state_of(other, how))
 
@@ -101,15 +101,15 @@ def test_a_state_of_another_rule_is_refused_and_both_are_named(rule, how, number
 def test_a_state_of_another_window_or_of_another_loss_is_refused():
     params = {"a": jnp.ones(3)}
     short, long = (clip_by(scopes.tree(), thresholds.percentile(window=n)) for n in (4, 5))
-    with pytest.raises(ValueError, match=r"\(4,\)\], and this limit keeps .* \(5,\)\]"):
+    with pytest.raises(ValueError, match=r"\(4,\)\], and this threshold keeps .* \(5,\)\]"):
         long.update(params, short.init(params))
     # Other numbers of the same rule are no other rule.
     other = clip_by(scopes.tree(), thresholds.percentile(50.0, window=4))
     other.update(params, short.init(params))
     with_loss = functools.partial(optaxclip.skip_above, SGD, 1.0)
-    state = with_loss(loss_limit=thresholds.zscore()).init(params)
+    state = with_loss(loss_threshold=thresholds.zscore()).init(params)
     with pytest.raises(ValueError, match=r"holds the state of zscore.* keeps the state of window"):
-        with_loss(loss_limit=thresholds.window(3.0, 4)).update(params, state, value=1.0)
+        with_loss(loss_threshold=thresholds.window(3.0, 4)).update(params, state, value=1.0)
 
 
 def test_a_skip_around_an_optimizer_that_already_runs():
@@ -143,7 +143,7 @@ def test_the_axis_of_a_vmap_where_jax_has_no_sum_over_it():
 
 OF_A_STATE = (
     "clip_tree",
-    "monitor.format_fit",
+    "monitor.dtype_fit",
     "monitor.histograms",
     "monitor.history",
     "monitor.history_names",
@@ -166,14 +166,14 @@ def private(key):
     return optaxclip.per_example_clip_and_aggregate(1.0, 1.0, key)
 
 
-WITHOUT_A_LIMIT = (
+WITHOUT_A_THRESHOLD = (
     *("zclip", "adagc", "clip_by_quantile", "clip_by_ema_norm", "clip_by_median_norm"),
     *("clip_by_window_norm", "clip_by_moving_max", "normalize_by_norm_history"),
 )
 
 
-@pytest.mark.parametrize("name", WITHOUT_A_LIMIT)
-def test_a_number_alone_is_no_limit_of_what_finds_its_own(name):
+@pytest.mark.parametrize("name", WITHOUT_A_THRESHOLD)
+def test_a_number_alone_is_no_threshold_of_what_finds_its_own(name):
     make = getattr(optaxclip, name)
     said = rf"^{name}\(\) takes only keyword arguments, got 1.0; it computes"
     with pytest.raises(TypeError, match=said) as raised:

@@ -60,7 +60,7 @@ def test_it_is_said_of_what_is_not_in_the_table_and_of_clips_without_a_record():
 
 def test_a_loss_with_flax_train_state():
     rule = thresholds.window(2.0, 4, warmup_steps=2)
-    tx = skip_above(optax.sgd(0.1), jnp.inf, loss_limit=rule)
+    tx = skip_above(optax.sgd(0.1), jnp.inf, loss_threshold=rule)
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
     said = (
         r"neither value= nor loss=; pass it: update\(grads, state, params, value=loss\)\. Flax's "
@@ -115,6 +115,6 @@ def test_iterators_in_place_of_gradients_are_refused(name):
 def test_skips_check_gradients_before_optimizers():
     adam, said = optax.adam(1e-3), r"^updates must be a pytree of arrays; .*pass a list or a dict"
     skips = [optaxclip.skip_nonfinite(adam), skip_above(adam, 1.0)]
-    for tx in [*skips, skip_above(adam, 1.0, of="updates"), optaxclip.scale_loss(adam)]:
+    for tx in [*skips, skip_above(adam, 1.0, check="updates"), optaxclip.scale_loss(adam)]:
         with pytest.raises(TypeError, match=said):
             tx.update(ITERATORS["generator"](), tx.init(PARAMS), PARAMS)

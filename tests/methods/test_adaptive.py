@@ -24,8 +24,8 @@ def per_leaf(reference):
     """A rule for one norm, for each column of norms."""
 
     def run(norms):
-        limits = [reference(column)[:2] for column in norms.T]
-        return published.Trace(*np.stack(limits, axis=-1))
+        threshold_values = [reference(column)[:2] for column in norms.T]
+        return published.Trace(*np.stack(threshold_values, axis=-1))
 
     return run
 
@@ -53,7 +53,7 @@ METHODS = {
     ),
     "clip_by_quantile": (
         optaxclip.clip_by_quantile,
-        {"init_limit": 0.5},
+        {"init_threshold": 0.5},
         lambda n: published.andrew(n, 0.5, 0.2, 0.5),
     ),
     "clip_by_ema_norm": (
@@ -125,7 +125,7 @@ def test_updates_are_the_gradients_times_the_published_factors(name):
     expected = factors(norms, trace.trigger, trace.target)
     assert 0.05 < np.mean(expected < 1) < 0.95
     np.testing.assert_allclose(states.info.norm, norms, rtol=1e-6)
-    np.testing.assert_allclose(states.info.limit, trace.trigger, rtol=1e-5)
+    np.testing.assert_allclose(states.info.threshold, trace.trigger, rtol=1e-5)
     np.testing.assert_allclose(states.info.factor, expected, rtol=1e-5)
     for i, leaf in enumerate(SHAPES):
         column = expected[:, i] if name in PER_LEAF else expected
@@ -208,7 +208,7 @@ RULES = {
     "ema": thresholds.ema(0.9, 1.2),
     "zscore": thresholds.zscore(0.9, 1.0, 5),
     "log_tracker": thresholds.log_tracker(0.5, 1.0),
-    "quantile": thresholds.quantile(init_limit=1.0),
+    "quantile": thresholds.quantile(init_threshold=1.0),
 }
 
 
@@ -245,8 +245,8 @@ def test_any_rule_on_any_scope_is_the_rule_on_each_group(scope, rule):
         square = np.sum(np.float64(GRADS[leaf]) ** 2, axis=over).reshape(STEPS, -1)
         norms[label] = np.float32(np.hypot(norms.get(label, 0), np.sqrt(square)))
     first = dict(zip(norms, np.cumsum([0, *(x.shape[1] for x in norms.values())]), strict=False))
-    limits = drive(RULES[rule], np.hstack([*norms.values()]))[:2]
-    trigger, target = map(np.asarray, limits)
+    threshold_values = drive(RULES[rule], np.hstack([*norms.values()]))[:2]
+    trigger, target = map(np.asarray, threshold_values)
     for leaf, label in labels.items():
         own = np.s_[:, first[label] : first[label] + norms[label].shape[1]]
         factor = factors(norms[label], trigger[own], target[own])
@@ -255,15 +255,15 @@ def test_any_rule_on_any_scope_is_the_rule_on_each_group(scope, rule):
         np.testing.assert_allclose(updates[leaf], GRADS[leaf] * factor, rtol=1e-4, atol=1e-6)
 
 
-def test_adagc_records_applied_warmup_limits():
-    """Each leaf's share of the limit of the global norm; the norm itself would say nothing."""
+def test_adagc_records_applied_warmup_thresholds():
+    """Each leaf's share of the threshold of the global norm; the norm itself would say nothing."""
     tx = optaxclip.adagc(lambda_abs=10.0)
     grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
     state = tx.init(grads)
     for by in (1.0, 4.0, 0.0):
         _, state = tx.update(jax.tree.map(lambda x, by=by: x * by, grads), state)
         if by:
-            np.testing.assert_allclose(state.info.limit, [6, 8], rtol=1e-6)
+            np.testing.assert_allclose(state.info.threshold, [6, 8], rtol=1e-6)
         np.testing.assert_allclose(state.info.factor, 0.5 if by == 4 else 1, rtol=1e-6)
         assert state.info.num_clipped.tolist() == [int(by != 1)] * 2
-    np.testing.assert_allclose(state.info.limit, 10)
+    np.testing.assert_allclose(state.info.threshold, 10)

@@ -1,4 +1,4 @@
-"""QK-Clip: the largest logit of every head comes back to the limit, in every kind of attention."""
+"""QK-Clip: the largest logit of every head comes back to the threshold, in every kind of attention."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from methods_table import assert_same, avals
 
 import optaxclip
 from optaxclip import Heads
-from optaxclip.methods.heads import multiplier, placed
+from optaxclip.methods.heads import multiplier, resolve_heads
 
 WIDTH, HEADS, SIZE, ROTARY, VALUE, TAU = 6, 4, 3, 2, 5, 2.0
 RNG = np.random.default_rng(0)
@@ -110,7 +110,7 @@ def is_none(x):
     return x is None
 
 
-def test_the_largest_logits_of_the_batch_come_back_to_the_limit():
+def test_the_largest_logits_of_the_batch_come_back_to_the_threshold():
     before, zeros = logits_of(PARAMS), jax.tree.map(np.zeros_like, PARAMS)
     updates, params, info = clipped(zeros)
     after = logits_of(jax.tree.map(np.asarray, params))
@@ -125,7 +125,7 @@ def test_the_largest_logits_of_the_batch_come_back_to_the_limit():
     assert list(info.names) == sorted(PLACES)
     worst = [np.max(before[name.split("/")[0]]) for name in info.names]
     np.testing.assert_allclose(info.norm, worst, rtol=1e-6)
-    np.testing.assert_array_equal(info.limit, TAU)
+    np.testing.assert_array_equal(info.threshold, TAU)
     shares = [np.mean(before[name.split("/")[0]] > TAU) for name in info.names]
     np.testing.assert_allclose(info.fraction, shares, rtol=1e-6)
 
@@ -250,7 +250,7 @@ ERRORS = {
     "axis below": ({"heads": lambda *_: Heads(-4)}, r"axes that leaf 'key' .* does not"),
     "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "axes that leaf 'key'"),
     "no axis of entries": (
-        {"heads": lambda *_: Heads(1, ((2, 1.0),), along=3)},
+        {"heads": lambda *_: Heads(1, ((2, 1.0),), head_dim_axis=3)},
         "axes that leaf 'key'",
     ),
     "half a head": (
@@ -258,7 +258,7 @@ ERRORS = {
         r"divides heads of 3 entries, which does not fit axis 2 of leaf 'key'",
     ),
     "heads as entries": (
-        {"heads": lambda *_: Heads((0, 1), ((1, 1.0),), along=0)},
+        {"heads": lambda *_: Heads((0, 1), ((1, 1.0),), head_dim_axis=0)},
         r"divides heads of 1 entries, which does not fit axis 0 of leaf 'key'",
     ),
     "twice": ({"heads": lambda *_: Heads((1, -2))}, "names an axis of leaf 'key' .* twice"),
@@ -304,7 +304,7 @@ def test_bad_heads(arguments):
 
 @pytest.mark.parametrize(("axis", "shape"), [(0, (2,)), ((2, -3), (3, 1, 2))])
 def test_heads_may_lie_on_any_axes(axis, shape):
-    place, of_heads = placed(Heads(axis), shape, "w")
+    place, of_heads = resolve_heads(Heads(axis), shape, "w")
     factors = np.random.default_rng(0).uniform(0.1, 0.9, of_heads).astype(np.float32)
     by = np.broadcast_to(jax.jit(lambda x: multiplier(x, place))(factors), shape)
     at = [range(size) for size in of_heads]
@@ -316,7 +316,7 @@ def test_heads_may_lie_on_any_axes(axis, shape):
 
 
 def test_a_factor_of_zero_leaves_what_has_the_power_zero():
-    place, _ = placed(Heads(0, ((1, 0.5), (1, 0.0))), (3, 2), "w")
+    place, _ = resolve_heads(Heads(0, ((1, 0.5), (1, 0.0))), (3, 2), "w")
     factors = jnp.float32([0.0, 0.25, 1.0])
     np.testing.assert_array_equal(multiplier(factors, place), [[0, 1], [0.5, 1], [1, 1]])
     slopes = jax.jit(jax.grad(lambda x: jnp.sum(multiplier(x, place))))(factors)

@@ -53,7 +53,7 @@ STATIC = [
     (optaxclip.adaptive_grad_clip, {"clipping": 1.0, "axis": 0}, "axis"),
     (
         optaxclip.per_example_clip_and_aggregate,
-        {"limit": 1.0, "noise_multiplier": 0.0},
+        {"threshold": 1.0, "noise_multiplier": 0.0},
         "noise_multiplier",
     ),
 ]
@@ -65,7 +65,7 @@ NAMES = [factory.__name__ for factory, *_ in STATIC]
 @pytest.mark.parametrize(("factory", "arguments", "static"), STATIC, ids=NAMES)
 def test_what_cannot_be_injected_says_what_to_pass(factory, arguments, static):
     params = random_tree(0, 2)
-    grads = jax.tree.map(lambda x: x[None], params) if "limit" in arguments else params
+    grads = jax.tree.map(lambda x: x[None], params) if "threshold" in arguments else params
     tx = optax.inject_hyperparams(factory)(**arguments)
     with pytest.raises((TypeError, ValueError), match=rf"static_args=\(.{static}.,\)"):
         jax.eval_shape(tx.update, grads, tx.init(params), params)

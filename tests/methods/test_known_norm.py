@@ -1,4 +1,4 @@
-"""`known_norm`: the one stage that is told so takes the norm that a trainer hands to all stages."""
+"""`get_known_norm`: the one stage that is told so takes the norm that a trainer hands to all stages."""
 
 import functools
 

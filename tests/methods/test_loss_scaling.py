@@ -210,7 +210,7 @@ def test_for_some_leaves_alone():
     np.testing.assert_array_equal(updates["b"], PARAMS["b"])
     assert not jnp.any(updates["w"])
     assert monitor.loss_scale(state) == 2.0**14
-    assert not monitor.taken(state)
+    assert not monitor.step_was_applied(state)
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_microbatches():
     x = jax.random.normal(jax.random.key(0), (8, 4))
     y = x.sum(1)
     grad_fn = accumulate.value_and_grad(
-        loss_fn, batch_argnums=(1, 2), microbatch_size=2, reject=None
+        loss_fn, batch_argnums=(1, 2), microbatch_size=2, reject_rule=None
     )
     tx = scale_loss(chain(), initial=2.0**10)
 

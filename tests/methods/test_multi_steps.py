@@ -65,14 +65,14 @@ def test_a_bad_microbatch_is_as_if_it_had_not_been_there(make, k, bad_entry):
         np.testing.assert_array_equal(of_clip.norm, inner.inner_opt_state[0].info.norm)
     last = seen[-1][1]
     if make is around:
-        verdicts = [monitor.verdict(state) for _, state in seen]
+        verdicts = [monitor.step_status(state) for _, state in seen]
         assert verdicts == ["ok"] * BAD + ["skipped"] + ["ok"] * (NUMBER - BAD - 1)
         assert monitor.bad_leaves(last) == ("w",)
         assert last.num_skipped == 1
     else:
         assert [int(state.skip_state["num_not_finite"]) for _, state in seen].index(1) == BAD
         with pytest.raises(ValueError, match="no skip in the state"):
-            monitor.verdict(last)
+            monitor.step_status(last)
 
 
 WRONG = {
@@ -105,17 +105,17 @@ def test_nothing_inside_of_multi_steps_gets_rid_of_a_nan(name, k):
         return
     jax.tree.map(np.testing.assert_array_equal, params, seen[BAD - 1][0])
     if name == "skip":
-        verdict = monitor.verdict(state, roll_back_after=3)
+        verdict = monitor.step_status(state, roll_back_after=3)
         assert verdict == "roll back"  # so a loop that asks comes to know
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("make", [around, left_out])
-def test_a_limit_inside_judges_the_mean(make):
+def test_a_threshold_inside_judges_the_mean(make):
     grads = microbatches(np.nan)
     grads[5] = jax.tree.map(lambda x: 100.0 * x, grads[5])
     seen = run(make(optaxclip.skip_above(chain(), 10.0), 2), grads)
-    verdicts = [monitor.verdict(state) for _, state in seen]
+    verdicts = [monitor.step_status(state) for _, state in seen]
     # The means are those of 0 and 1, 2 and 4, 5 and 6, 7 and 8.
     of_bad = "skipped" if make is around else "ok"
     assert verdicts == ["ok"] * BAD + [of_bad, "ok", "ok", "skipped", "skipped", "ok"]

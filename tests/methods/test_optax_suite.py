@@ -33,9 +33,9 @@ def ours_for_theirs(monkeypatch):
         monkeypatch.setattr(clipping, name, getattr(optaxclip, name))
 
 
-# The sums of examples stay below their limits, whatever is rounded, as privacy is computed from
+# The sums of examples stay below their thresholds, whatever is rounded, as privacy is computed from
 # them: by 5e-7 here. The test wants 3e-8, which is less than one rounding of float32.
-BELOW = pytest.mark.xfail(reason="each example stays below its limit, by 5e-7", strict=True)
+BELOW = pytest.mark.xfail(reason="each example stays below its threshold, by 5e-7", strict=True)
 CASES = [
     pytest.param(name, marks=BELOW if name == "test_per_example_layer_norm_clip" else ())
     for name in NAMES
@@ -69,7 +69,7 @@ OF_DP_SGD = unittest.defaultTestLoader.getTestCaseNames(privacy.DifferentiallyPr
 @pytest.mark.parametrize(
     "name",
     [
-        # These want 2e-7, for limits that clip; the fifth clips nothing. Optax 0.2.6 wants less.
+        # These want 2e-7, for thresholds that clip; the fifth clips nothing. Optax 0.2.6 wants less.
         pytest.param(name, marks=BELOW if re.fullmatch("test_clipping_norm[^4(]+", name) else ())
         for name in OF_DP_SGD
     ],

@@ -14,13 +14,19 @@ OPTIONS = {"norm": "l1", "nonfinite": "zero", "strict": True}
 FLOOR, PATIENCE, CAP = {"floor": 0.25}, {"patience": 5}, {"max_norm": 7.0}
 ZSCORE = {"alpha": 0.9, "z_thresh": 2.0, "warmup_steps": 3, "option": "mean", **FLOOR, **PATIENCE}
 ADAGC = {"lambda_rel": 1.5, "lambda_abs": 3.0, "beta": 0.5, "warmup_steps": 3, **FLOOR, **PATIENCE}
-QUANTILE = {"target": 0.75, "learning_rate": 0.5, "init_limit": 2.0, "geometric": False, **FLOOR}
+QUANTILE = {
+    "target": 0.75,
+    "learning_rate": 0.5,
+    "init_threshold": 2.0,
+    "geometric": False,
+    **FLOOR,
+}
 EMA = {"ratio": 3.0, "decay": 0.5, **FLOOR, **PATIENCE, **CAP}
 HISTORY = {"mean_decay": 0.5, "square_decay": 0.75, "eps": 0.125, **FLOOR}
 
 
-def by(scope, limit, **options):
-    return functools.partial(clip_by, scope, limit, **options)
+def by(scope, threshold, **options):
+    return functools.partial(clip_by, scope, threshold, **options)
 
 
 # Each argument of a method that differs from its default, and the same by its parts.

@@ -14,7 +14,7 @@ import optaxclip
 from optaxclip import monitor, skip_above, thresholds
 
 S = [1.0, 1.2, 0.8, 1.0, 5.0, 1.1, 5.0, 1.0]  # methods.md, D2
-LIMITS = [np.inf, np.inf, 1.382843, 1.4, 1.326599, 5.388872, 4.943804, 6.463879]
+THRESHOLDS = [np.inf, np.inf, 1.382843, 1.4, 1.326599, 5.388872, 4.943804, 6.463879]
 
 
 def olmo_core(num_std=6.0, window=128):
@@ -67,7 +67,7 @@ def test_published_rules_skip_when_either_is_out(name):
     losses, norms = rng.normal(-1.0, 0.1, 200), rng.normal(3.0, 0.2, 200)
     losses[[10, 100, 150, 199]] += 50.0
     norms[[11, 101, 150]] += 50.0
-    tx = skip_above(optax.sgd(1.0), make(), None, loss_limit=make())
+    tx = skip_above(optax.sgd(1.0), make(), None, loss_threshold=make())
     _, (skipped,) = run_all(tx, losses[None], norms[None])
     losses, norms = np.float32(losses), np.float32(norms)
     expected = [
@@ -87,32 +87,34 @@ RULES = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", RULES)
-def test_shifted_losses_have_shifted_limits(name):
-    tx = skip_above(optax.sgd(1.0), np.inf, loss_limit=RULES[name])
+def test_shifted_losses_have_shifted_thresholds(name):
+    tx = skip_above(optax.sgd(1.0), np.inf, loss_threshold=RULES[name])
     states, (skipped, below) = run_all(tx, S + SHIFTS)
     assert skipped == below
     assert 1 in skipped
-    up, down = states.loss.info.limit
+    up, down = states.loss.info.threshold
     np.testing.assert_allclose(down, up - 10, rtol=0, atol=2e-5)
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
-    ("rule", "limit"), [(thresholds.ema(0.5, 1.5), -1), (thresholds.median(1.5, 12), 0)]
+    ("rule", "threshold"), [(thresholds.ema(0.5, 1.5), -1), (thresholds.median(1.5, 12), 0)]
 )
-def test_a_multiple_of_a_negative_average_is_above_it(rule, limit):
+def test_a_multiple_of_a_negative_average_is_above_it(rule, threshold):
     losses = np.array([-2.0] * 30 + [-0.9, -2.0])
-    tx = skip_above(optax.sgd(1.0), np.inf, loss_limit=rule)
+    tx = skip_above(optax.sgd(1.0), np.inf, loss_threshold=rule)
     states, skipped = run_all(tx, [losses, -losses])
     assert skipped == [[0] * 30 + [1, 0], [0] * 32]
-    # The median's early limits are twice as far above.
-    assert states.loss.info.limit[0, 10] == limit
+    # The median's early thresholds are twice as far above.
+    assert states.loss.info.threshold[0, 10] == threshold
 
 
 def test_a_rule_of_plain_functions():
-    limits = optaxclip.Limits(jnp.float32(1), jnp.float32(1))
-    rule = optaxclip.Threshold(lambda losses: (), lambda losses, state, _: (limits, state))
-    tx = skip_above(optax.identity(), np.inf, loss_limit=rule)
+    threshold_values = optaxclip.Thresholds(jnp.float32(1), jnp.float32(1))
+    rule = optaxclip.ThresholdRule(
+        lambda losses: (), lambda losses, state, _: (threshold_values, state)
+    )
+    tx = skip_above(optax.identity(), np.inf, loss_threshold=rule)
     update = jax.jit(tx.update)
     for loss, factor in ((0.5, 1), (1.5, 0)):
         _, state = update(jnp.ones(1), tx.init(jnp.ones(1)), value=loss)
@@ -122,36 +124,38 @@ def test_a_rule_of_plain_functions():
 def test_losses_that_are_not_finite_skip_and_are_never_recorded():
     losses = [1.0, np.nan, 1.2, np.inf, 0.8, -np.inf, 1.0]
     rule = olmo_core(2.0, 6)
-    states, skipped = run(skip_above(optax.sgd(1.0), np.inf, loss_limit=rule), losses)
+    states, skipped = run(skip_above(optax.sgd(1.0), np.inf, loss_threshold=rule), losses)
     assert skipped == [0, 1, 0, 1, 0, 1, 0]
     assert states.loss.info.num_nonfinite[-1] == 3
     assert states.info.num_nonfinite[-1] == 0
-    assert states.loss.info.limit[-1] == pytest.approx(LIMITS[3])
+    assert states.loss.info.threshold[-1] == pytest.approx(THRESHOLDS[3])
 
 
 def test_a_huge_loss_below_zero_spoils_nothing():
     rule = thresholds.zscore(0.9, 2.0, 3)
-    states, _ = run(skip_above(optax.sgd(1.0), np.inf, loss_limit=rule), [1, 1.2, 0.8, -1e30, 1, 1])
-    assert not np.any(np.isnan(states.loss.info.limit))
+    states, _ = run(
+        skip_above(optax.sgd(1.0), np.inf, loss_threshold=rule), [1, 1.2, 0.8, -1e30, 1, 1]
+    )
+    assert not np.any(np.isnan(states.loss.info.threshold))
 
 
 def test_after_many_skips_a_finite_step_is_taken():
     losses = [5.0, 5.0, np.nan, 5.0, 5.0, 5.0]
-    _, skipped = run(skip_above(optax.sgd(1.0), np.inf, 2, loss_limit=1.0), losses)
+    _, skipped = run(skip_above(optax.sgd(1.0), np.inf, 2, loss_threshold=1.0), losses)
     assert skipped == [1, 1, 1, 0, 1, 1]
 
 
 def test_a_schedule_and_hyperparameters():
     falling = optax.linear_schedule(2.0, -2.0, 4)
-    _, skipped = run(skip_above(optax.sgd(1.0), np.inf, loss_limit=falling), [0.5] * 5)
+    _, skipped = run(skip_above(optax.sgd(1.0), np.inf, loss_threshold=falling), [0.5] * 5)
     assert skipped == [0, 0, 1, 1, 1]
     make = optax.inject_hyperparams(
-        lambda loss_limit: skip_above(optax.sgd(1.0), jnp.inf, loss_limit=loss_limit)
+        lambda loss_threshold: skip_above(optax.sgd(1.0), jnp.inf, loss_threshold=loss_threshold)
     )
-    tx = make(loss_limit=-1.0)
+    tx = make(loss_threshold=-1.0)
     update, state = jax.jit(chex.assert_max_traces(tx.update, n=1)), tx.init(jnp.ones(1))
-    for limit, factor in ((-1.0, 1), (-3.0, 0)):
-        state.hyperparams["loss_limit"] = jnp.float32(limit)
+    for threshold, factor in ((-1.0, 1), (-3.0, 0)):
+        state.hyperparams["loss_threshold"] = jnp.float32(threshold)
         _, state = update(jnp.ones(1), state, value=-2.0)
         assert state.inner_state.info.factor == factor
 
@@ -159,7 +163,7 @@ def test_a_schedule_and_hyperparameters():
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_losses_of_other_types():
-    tx = skip_above(optax.identity(), np.inf, loss_limit=-3.0)
+    tx = skip_above(optax.identity(), np.inf, loss_threshold=-3.0)
     state = tx.init(jnp.ones(1))
     structure = jax.tree.map(jax.typeof, state)
     dtypes = ("bfloat16", "float16", "float32", "float64", "int32")
@@ -178,7 +182,7 @@ def test_lbfgs_searches_inside():
         return jnp.sum((x - 1.0) ** 2) - 100.0
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        tx = skip_above(optax.lbfgs(), np.inf, loss_limit=thresholds.window(6.0, 4))
+        tx = skip_above(optax.lbfgs(), np.inf, loss_threshold=thresholds.window(6.0, 4))
         x = jnp.zeros(2)
         value, grad = jax.value_and_grad(loss)(x)
         updates, state = jax.jit(functools.partial(tx.update, value_fn=loss))(
@@ -189,7 +193,7 @@ def test_lbfgs_searches_inside():
 
 
 def test_the_monitor_shows_the_loss():
-    tx = optax.chain(skip_above(optax.sgd(1.0), 9.0, loss_limit=-1.0, name="mine"))
+    tx = optax.chain(skip_above(optax.sgd(1.0), 9.0, loss_threshold=-1.0, name="mine"))
     state = tx.init(jnp.ones(1))
     names = list(monitor.scalars(state))
     assert list(monitor.read(state)) == ["0/mine", "0/mine/loss"]
@@ -198,9 +202,9 @@ def test_the_monitor_shows_the_loss():
         _, state = update(jnp.ones(1), state, value=loss)
         assert list(monitor.scalars(state)) == names
     numbers = monitor.scalars(state)
-    assert (numbers["mine/loss"], numbers["mine/loss_limit"]) == (2.0, -1.0)
+    assert (numbers["mine/loss"], numbers["mine/loss_threshold"]) == (2.0, -1.0)
     info = monitor.read(state)["0/mine/loss"]
-    assert (info.norm, info.limit, info.factor, info.num_clipped) == (2.0, -1.0, 0.0, 1)
+    assert (info.norm, info.threshold, info.factor, info.num_clipped) == (2.0, -1.0, 0.0, 1)
     restored = from_bytes(tx.init(jnp.ones(1)), to_bytes(state))
     assert monitor.scalars(restored) == numbers
     batch = jax.jit(jax.vmap(lambda loss: tx.update(jnp.ones(1), state, value=loss)[1]))
@@ -226,7 +230,7 @@ def test_losses_are_recorded():
 
 
 def test_an_error_names_the_loss():
-    tx = skip_above(optax.sgd(1.0), 1.0, loss_limit=1.0, name="mine")
+    tx = skip_above(optax.sgd(1.0), 1.0, loss_threshold=1.0, name="mine")
     state = tx.init(jnp.ones(1))
     with pytest.raises(ValueError, match=r"^mine: .* value=loss"):
         tx.update(jnp.ones(1), state)

@@ -32,18 +32,18 @@ OPTIMIZERS = {
 }
 
 
-# The limit, and how many of the steps are skipped.
+# The threshold, and how many of the steps are skipped.
 CASES = {"adam": (0.265, 1), "momentum": (2.0, 2), "lion": (0.265, 7)}
 
 
-def by_hand(inner, limit):
+def by_hand(inner, threshold):
     """The same with the norm of the updates taken by hand."""
 
     def step(carry, grads):
         params, state = carry
         updates, new = inner.update(grads, state, params)
         norm = optax.tree.norm(updates)
-        skip = ~(norm <= limit)
+        skip = ~(norm <= threshold)
         updates, state = jax.tree.map(
             lambda x, y: jnp.where(skip, x, y),
             (jax.tree.map(jnp.zeros_like, updates), state),
@@ -56,8 +56,8 @@ def by_hand(inner, limit):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_judged_by_what_the_optimizer_would_do(name):
-    inner, (limit, skipped) = OPTIMIZERS[name], CASES[name]
-    tx = skip_above(inner, limit, None, of="updates")
+    inner, (threshold, skipped) = OPTIMIZERS[name], CASES[name]
+    tx = skip_above(inner, threshold, None, check="updates")
 
     def step(carry, grads):
         params, state = carry
@@ -68,7 +68,7 @@ def test_a_step_is_judged_by_what_the_optimizer_would_do(name):
     @jax.jit
     def both():
         ours = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), gradients())
-        return ours, by_hand(inner, limit)
+        return ours, by_hand(inner, threshold)
 
     ((params, state), found), ((expected, inner_state), (norms, skips)) = both()
     np.testing.assert_allclose(found[0], norms, rtol=1e-6)
@@ -82,7 +82,7 @@ def test_a_step_is_judged_by_what_the_optimizer_would_do(name):
 
 
 def test_the_leaf_whose_step_is_too_long_is_named():
-    tx = skip_above(optax.adam(1.0), 1.7, of="updates")
+    tx = skip_above(optax.adam(1.0), 1.7, check="updates")
     grads = {"b": jnp.full(2, 1e3), "w": jnp.full((3, 2), 1e-3)}
     alone, state = tx.update(grads | {"w": jnp.zeros((3, 2))}, tx.init(PARAMS), PARAMS)
     # Adam's first step is as long for a small gradient as for a large one.
@@ -93,22 +93,22 @@ def test_the_leaf_whose_step_is_too_long_is_named():
 
 def test_a_rule_learns_from_the_lengths_of_steps():
     rule = thresholds.ema(0.5, 1.5, record="accepted", patience=None)
-    tx = skip_above(optax.sgd(0.1), rule, None, of="updates")
+    tx = skip_above(optax.sgd(0.1), rule, None, check="updates")
     state = tx.init(PARAMS)
     for size in (1.0, 1.0, 100.0, 1.0):
         _, state = tx.update(jax.tree.map(lambda x, n=size: jnp.full_like(x, n), PARAMS), state)
         np.testing.assert_allclose(state.info.norm, 0.1 * size * 8**0.5, rtol=1e-6)
     assert int(state.num_skipped) == 1
-    np.testing.assert_allclose(state.info.limit, 1.5 * 0.1 * 8**0.5, rtol=1e-6)
+    np.testing.assert_allclose(state.info.threshold, 1.5 * 0.1 * 8**0.5, rtol=1e-6)
 
 
 def test_what_is_judged_is_one_of_two():
     with pytest.raises(
         ValueError, match=r"^of must be one of \['gradients', 'updates'\], got 'grad"
     ):
-        skip_above(optax.sgd(0.1), 1.0, of="grads")
+        skip_above(optax.sgd(0.1), 1.0, check="grads")
     with pytest.raises(ValueError, match="known_norm='grad_norm' is of gradients"):
-        skip_above(optax.sgd(0.1), 1.0, of="updates", known_norm="grad_norm")
+        skip_above(optax.sgd(0.1), 1.0, check="updates", known_norm="grad_norm")
 
 
 HIDING = {"lion": optax.lion(0.1), "sign": optax.sign_sgd(0.1), "rprop": optax.rprop(0.1)}
@@ -124,7 +124,7 @@ def test_skip_of_updates_rejects_nonfinite_gradients(bad):
     def run(good, wrong):
         found = {}
         for name, inner in HIDING.items():
-            tx = skip_above(inner, 1e3, of="updates")
+            tx = skip_above(inner, 1e3, check="updates")
             _, before = tx.update(good, tx.init(PARAMS), PARAMS)
             updates, after = tx.update(wrong, before, PARAMS)
             found[name] = updates, before.inner_state, after
@@ -143,16 +143,16 @@ def test_skip_of_updates_refuses_accumulators():
     order = r"use optax\.MultiSteps\(skip_above\(optimizer, \.\.\.\), k\)$"
     for inner in (multi_steps, optax.chain(optax.clip(1.0), multi_steps)):
         with pytest.raises(ValueError, match=f"MultiStepsState in its state.*{order}"):
-            skip_above(inner, 1.0, of="updates").init(PARAMS)
+            skip_above(inner, 1.0, check="updates").init(PARAMS)
         skip_above(inner, 1.0).init(PARAMS)
     order = r"use optax\.chain\(skip_above\(optimizer, \.\.\.\), optax\.apply_every\(k\)\)$"
     with pytest.raises(ValueError, match=f"ApplyEvery in its state.*{order}"):
-        skip_above(optax.chain(adam, apply_every), 1.0, of="updates").init(PARAMS)
+        skip_above(optax.chain(adam, apply_every), 1.0, check="updates").init(PARAMS)
 
 
 def test_skip_of_updates_recovers_in_accumulators():
     """The orders of wrappers that the messages name."""
-    skip = skip_above(optax.sgd(1.0), 10.0, None, of="updates")
+    skip = skip_above(optax.sgd(1.0), 10.0, None, check="updates")
     steps = optax.MultiSteps(skip, 2).gradient_transformation()
     for tx in (steps, optax.chain(skip, optax.apply_every(2))):
         state, moved = tx.init(PARAMS), []

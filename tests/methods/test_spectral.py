@@ -12,18 +12,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optaxclip import clip_by_spectral_norm, thresholds
-from optaxclip.methods.singular_values import clipped_matrix
+from optaxclip.methods.singular_values import clip_matrix
 
 MODES = ("soft", "hard")
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def exact(x, limit, mode):
+def exact(x, threshold, mode):
     """By the singular values, in float64."""
     wide = np.asarray(x).astype(np.result_type(x.dtype, np.float64))
     u, s, v = np.linalg.svd(wide, full_matrices=False)
-    limit = np.asarray(limit, np.float64)[..., None]
-    new = s / np.sqrt(1 + (s / limit) ** 2) if mode == "soft" else np.minimum(s, limit)
+    threshold = np.asarray(threshold, np.float64)[..., None]
+    new = s / np.sqrt(1 + (s / threshold) ** 2) if mode == "soft" else np.minimum(s, threshold)
     return (u * new[..., None, :]) @ v
 
 
@@ -35,8 +35,8 @@ def error(found, expected):
 
 
 @functools.partial(jax.jit, static_argnames="mode")
-def clipped(tree, limit, mode):
-    tx = clip_by_spectral_norm(limit, mode)
+def clipped(tree, threshold, mode):
+    tx = clip_by_spectral_norm(threshold, mode)
     updates, state = tx.update(tree, tx.init(tree))
     return updates, state.info
 
@@ -62,23 +62,26 @@ PRINTED = [
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize(("matrix", "limit", "mode", "printed"), PRINTED)
-def test_the_printed_matrices(matrix, limit, mode, printed):
-    found = clipped(matrix, jnp.float32(limit), mode)[0]
+@pytest.mark.parametrize(("matrix", "threshold", "mode", "printed"), PRINTED)
+def test_the_printed_matrices(matrix, threshold, mode, printed):
+    found = clipped(matrix, jnp.float32(threshold), mode)[0]
     np.testing.assert_allclose(found, printed, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.slow
 @each_mode
 @pytest.mark.parametrize("shape", [(8, 8), (6, 11), (9, 4)])
-def test_every_condition_at_every_limit(mode, shape):
-    conditions, limits = [1, 10, 1e2, 1e3, 1e4], np.float32([10, 1, 0.3, 0.1, 1e-2, 1e-3, 1e-4])
-    x = np.stack(list(matrices(shape, np.repeat(conditions, len(limits)))))
-    limits = np.tile(limits, len(conditions))
-    found, info = jax.vmap(functools.partial(clipped, mode=mode))(x, limits)
-    errors = error(found, exact(x, limits, mode))
+def test_every_condition_at_every_threshold(mode, shape):
+    conditions, threshold_values = (
+        [1, 10, 1e2, 1e3, 1e4],
+        np.float32([10, 1, 0.3, 0.1, 1e-2, 1e-3, 1e-4]),
+    )
+    x = np.stack(list(matrices(shape, np.repeat(conditions, len(threshold_values)))))
+    threshold_values = np.tile(threshold_values, len(conditions))
+    found, info = jax.vmap(functools.partial(clipped, mode=mode))(x, threshold_values)
+    errors = error(found, exact(x, threshold_values, mode))
     assert np.max(errors) < 1e-3
-    assert np.max(errors[limits >= 1e-2]) < 5e-5
+    assert np.max(errors[threshold_values >= 1e-2]) < 5e-5
     np.testing.assert_allclose(info.norm[:, 0], 1, rtol=3e-2)
     assert np.all(info.norm[:, 0] < 1 + 1e-5)
 
@@ -92,9 +95,9 @@ def test_at_both_ends_of_the_range(mode):
     expected = exact(x, 1.0, mode)
     np.testing.assert_allclose(found / scales[:, None, None], [expected] * 5, rtol=2e-5)
     np.testing.assert_allclose(info.norm[:, 0] / scales, 2.92081, rtol=1e-4)
-    # Limits far from the singular values: nothing is left of the one, nothing happens to the other.
-    for limit, scale in ((0.0, 0.0), (1e-38, 0.0), (1e38, 1.0), (np.inf, 1.0), (-1.0, 0.0)):
-        found = clipped(x, jnp.float32(limit), mode)[0]
+    # Thresholds far from the singular values: nothing is left of the one, nothing happens to the other.
+    for threshold, scale in ((0.0, 0.0), (1e-38, 0.0), (1e38, 1.0), (np.inf, 1.0), (-1.0, 0.0)):
+        found = clipped(x, jnp.float32(threshold), mode)[0]
         np.testing.assert_allclose(found, scale * x, rtol=1e-6, atol=1e-11)
     assert np.all(np.isnan(clipped(x, jnp.float32(jnp.nan), mode)[0]))
 
@@ -110,7 +113,7 @@ def test_products_of_rows_are_those_of_the_shorter_side():
 
 @pytest.mark.slow
 @each_mode
-def test_a_limit_that_underflows_beside_the_matrix(mode):
+def test_a_threshold_that_underflows_beside_the_matrix(mode):
     x = np.random.default_rng(0).normal(size=(24, 16))
     beyond = np.array(
         [[3e38, 3e38], [-3e38, 3e38]]
@@ -127,7 +130,7 @@ def test_a_largest_value_beyond_the_range_is_the_largest_number():
 
 
 @pytest.mark.slow
-def test_hard_leaves_alone_what_has_nothing_above_the_limit():
+def test_hard_leaves_alone_what_has_nothing_above_the_threshold():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(20, 7, 5)).astype(np.float32)
     largest = np.linalg.norm(x, 2, axis=(1, 2))
@@ -142,18 +145,18 @@ def test_hard_leaves_alone_what_has_nothing_above_the_limit():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("below", [0.0, 1e-6, 1e-4, 1e-3])
 @pytest.mark.parametrize("shape", [(5, 5), (64, 40)])
-def test_hard_leaves_alone_what_is_at_the_limit_or_just_below(shape, below):
+def test_hard_leaves_alone_what_is_at_the_threshold_or_just_below(shape, below):
     x = np.stack([*matrices(shape, [1, 1.0001, 1.001, 10]), np.eye(*shape, dtype="f")])
-    # Rounded up, as the limit must not be below the largest singular value.
+    # Rounded up, as the threshold must not be below the largest singular value.
     largest = np.linalg.norm(x.astype(np.float64), 2, axis=(1, 2)) / (1 - below)
-    limits = np.nextafter(largest.astype(np.float32), np.float32(2))
-    found, _ = jax.vmap(functools.partial(clipped, mode="hard"))(x, limits)
+    threshold_values = np.nextafter(largest.astype(np.float32), np.float32(2))
+    found, _ = jax.vmap(functools.partial(clipped, mode="hard"))(x, threshold_values)
     np.testing.assert_array_equal(found, x)
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [4, 40])
-def test_what_is_at_the_limit_hides_nothing_above(size):
+def test_what_is_at_the_threshold_hides_nothing_above(size):
     # A block whose singular values are 1, beside one of a single singular value above.
     above = np.full((size, size), 1.0, np.float32) / size
     for ratio in (1.0001, 1.01, 3.0):
@@ -196,7 +199,7 @@ def test_what_is_no_ordinary_matrix(mode):
     assert [factors[name] for name in ("empty", "zero")] == [1, 1]
 
 
-def test_vectors_at_or_below_the_limit_come_back():
+def test_vectors_at_or_below_the_threshold_come_back():
     x = np.float32([3, 4])
     np.testing.assert_array_equal(clipped(x, jnp.float32(5), "hard")[0], x)
 
@@ -259,22 +262,26 @@ def test_derivatives_are_those_of_the_decomposition():
     x = np.float32([[1, 2, 0.5], [0, 2, -1]])
     weights = np.random.default_rng(0).normal(size=x.shape)
 
-    def value(x, limit):
-        return jnp.sum(clip_by_spectral_norm(limit, mode).update(x, None)[0] * jnp.float32(weights))
+    def value(x, threshold):
+        return jnp.sum(
+            clip_by_spectral_norm(threshold, mode).update(x, None)[0] * jnp.float32(weights)
+        )
 
-    found, by_limit = jax.jit(jax.grad(value, (0, 1)))(x, jnp.float32(1.5))
+    found, by_threshold = jax.jit(jax.grad(value, (0, 1)))(x, jnp.float32(1.5))
     step = 1e-6
 
-    def plain(x, limit):
-        return np.sum(exact(x, limit, mode) * weights)
+    def plain(x, threshold):
+        return np.sum(exact(x, threshold, mode) * weights)
 
     expected = [
         plain(x + step * d.reshape(2, 3), 1.5) - plain(x - step * d.reshape(2, 3), 1.5)
         for d in np.eye(6)
     ]
     np.testing.assert_allclose(found.ravel(), np.array(expected) / (2 * step), atol=2e-4)
-    limits = [plain(x.astype(np.float64), 1.5 + sign * step) for sign in (1, -1)]
-    np.testing.assert_allclose(by_limit, (limits[0] - limits[1]) / (2 * step), atol=2e-4)
+    threshold_values = [plain(x.astype(np.float64), 1.5 + sign * step) for sign in (1, -1)]
+    np.testing.assert_allclose(
+        by_threshold, (threshold_values[0] - threshold_values[1]) / (2 * step), atol=2e-4
+    )
 
 
 @pytest.mark.slow
@@ -347,19 +354,23 @@ def test_a_rule_learns_from_the_largest_singular_value_of_each_matrix():
         updates, state = update(step, state)
         infos.append(state.info)
         pairs = zip([*step["s"], step["w"]], [*updates["s"], updates["w"]], strict=True)
-        for limit, (matrix, found) in zip(state.info.limit, pairs, strict=True):
-            np.testing.assert_allclose(found, exact(matrix, limit, "hard"), atol=2e-3 * limit)
-    norms, limits = (np.transpose([getattr(x, n) for x in infos]) for n in ("norm", "limit"))
+        for threshold, (matrix, found) in zip(state.info.threshold, pairs, strict=True):
+            np.testing.assert_allclose(
+                found, exact(matrix, threshold, "hard"), atol=2e-3 * threshold
+            )
+    norms, threshold_values = (
+        np.transpose([getattr(x, n) for x in infos]) for n in ("norm", "threshold")
+    )
     largest = [[*np.linalg.norm(x["s"], 2, axis=(1, 2)), np.linalg.norm(x["w"], 2)] for x in steps]
     shares = norms / np.transpose(largest)
     assert np.all((shares > 0.85) & (shares < 1 + 1e-5))
-    for of_matrix, found in zip(norms, limits, strict=True):
+    for of_matrix, found in zip(norms, threshold_values, strict=True):
         average = None  # of norms after their clip; the first is compared with itself
-        for norm, limit in zip(of_matrix, found, strict=True):
+        for norm, threshold in zip(of_matrix, found, strict=True):
             np.testing.assert_allclose(
-                limit, 0.9 * (norm if average is None else average), rtol=1e-5
+                threshold, 0.9 * (norm if average is None else average), rtol=1e-5
             )
-            kept = min(norm, limit)
+            kept = min(norm, threshold)
             average = kept if average is None else (average + kept) / 2
 
 
@@ -380,12 +391,12 @@ def test_products_have_all_digits_of_float32_on_accelerators(platform):
 
 
 @pytest.mark.parametrize("mode", ["soft", "hard"])
-def test_clipped_matrix_reaches_any_limit(mode):
-    """The iterations take no smaller or larger limit than 1e-7 and 1e6 largest values."""
+def test_clipped_matrix_reaches_any_threshold(mode):
+    """The iterations take no smaller or larger threshold than 1e-7 and 1e6 largest values."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
-    run = jax.jit(functools.partial(clipped_matrix, mode=mode, iterations=20))
-    for limit, value in ((1e-9, 1e-9), (1e-30, 1e-30), (1e12, None)):
-        found = run(x, jnp.float32(limit))
+    run = jax.jit(functools.partial(clip_matrix, mode=mode, iterations=20))
+    for threshold, value in ((1e-9, 1e-9), (1e-30, 1e-30), (1e12, None)):
+        found = run(x, jnp.float32(threshold))
         if value is None:
             np.testing.assert_allclose(found, x, rtol=1e-4, atol=1e-4)
         else:

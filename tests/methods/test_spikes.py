@@ -155,7 +155,7 @@ def test_the_printed_sequence_of_stable_spam():
     tx = optax.chain(clip, optaxclip.normalize_by_norm_history())
     grads = np.stack([S, np.full(6, 0.5, np.float32)], axis=1)
     updates, (first, second) = drive(tx, grads)
-    close(first.info.limit[:, 0], [1, 1.10005, 0.999933, 0.99995, 1.801562, 1.684342])
+    close(first.info.threshold[:, 0], [1, 1.10005, 0.999933, 0.99995, 1.801562, 1.684342])
     close(second.info.norm[:, 0], [1.118034, 1.20835, 0.943398, 1.117989, 1.869659, 1.208305])
     printed = [
         *([0.894427, 0.447214], [0.914058, 0.415462], [0.830636, 0.519147]),
@@ -169,12 +169,12 @@ def test_the_printed_sequence_of_stable_spam():
     ]
 
 
-def test_an_entry_at_the_limit_stays_in_a_leaf_that_is_clipped():
+def test_an_entry_at_the_threshold_stays_in_a_leaf_that_is_clipped():
     tx = made(optaxclip.clip_by_moving_max, decay=0.5)
-    limit = drive(tx, np.float32([[1, 1], [4, 1]]))[1].info.limit[-1, 0]
-    (clipped, at_limit) = drive(tx, np.float32([[1, 1], [4, limit]]))[0][-1]
+    threshold = drive(tx, np.float32([[1, 1], [4, 1]]))[1].info.threshold[-1, 0]
+    (clipped, at_threshold) = drive(tx, np.float32([[1, 1], [4, threshold]]))[0][-1]
     assert clipped < 4
-    assert at_limit == limit
+    assert at_threshold == threshold
 
 
 @pytest.mark.by_day(1)
@@ -231,9 +231,9 @@ def test_each_layer_of_a_stack_has_a_largest_entry():
     updates, state = drive(optaxclip.clip_by_moving_max(decay=0.0, stacked=1), grads)
     np.testing.assert_array_equal(updates, grads)
     updates, state = drive(optaxclip.clip_by_moving_max(decay=0.5, stacked=1), grads)
-    limit = (2 + 2 * 4) / 3
-    close(updates[1], [[limit, -2], [3, 1]])
-    close(state.info.limit[1], [limit, 3])
+    threshold = (2 + 2 * 4) / 3
+    close(updates[1], [[threshold, -2], [3, 1]])
+    close(state.info.threshold[1], [threshold, 3])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Clips of updates and of attention's weights in Flax, and limits that are injected."""
+"""Clips of updates and of attention's weights in Flax, and thresholds that are injected."""
 
 import flax.linen
 import flax.serialization
@@ -77,7 +77,7 @@ def test_what_linen_sows_are_logits():
 
 
 @pytest.mark.slow
-def test_limits_of_logits_may_be_injected_and_scheduled():
+def test_thresholds_of_logits_may_be_injected_and_scheduled():
     params = {"kernel": jnp.ones((1, 2, 2))}
     zeros, factory = jax.tree.map(jnp.zeros_like, params), optaxclip.clip_attention_logits
     schedule = optax.linear_schedule(8.0, 0.5, 1)

@@ -1,4 +1,4 @@
-"""`record=False`: Optax's clip in every respect but the digits, for every limit without memory."""
+"""`record=False`: Optax's clip in every respect but the digits, for every threshold without memory."""
 
 import inspect
 
@@ -45,7 +45,7 @@ def test_results_are_those_with_a_record_and_any_state_is_handed_back(name):
 
 
 @pytest.mark.parametrize("name", REMEMBERS)
-def test_a_limit_that_remembers_refuses_by_name(name):
+def test_a_threshold_that_remembers_refuses_by_name(name):
     own = METHODS[name].factory.__name__.lstrip("_")
     own = {"clip_scheduled": "clip", "norm_scheduled": "clip_by_norm"}.get(own, own)
     own = own if hasattr(optaxclip, own) else "clip_by"
@@ -63,17 +63,17 @@ def test_every_transformation_that_can_do_without_has_the_argument():
 
 
 def test_one_rule_among_several_that_remembers_is_refused():
-    limits = {"matrix": 1.0, "vector": thresholds.zscore()}
+    threshold_values = {"matrix": 1.0, "vector": thresholds.zscore()}
     with pytest.raises(ValueError, match=r"^clip_by: with record=False"):
-        optaxclip.clip_by(scopes.group(label), limits, record=False)
+        optaxclip.clip_by(scopes.group(label), threshold_values, record=False)
     with pytest.raises(ValueError, match=r"^mine: with record=False"):
         optaxclip.clip_by_global_norm(optax.constant_schedule(1.0), record=False, name="mine")
 
 
-def test_limits_may_be_traced():
+def test_thresholds_may_be_traced():
     @jax.jit
-    def norm_of_clipped(limit):
-        clip = optaxclip.clip_by_global_norm(limit, record=False)
+    def norm_of_clipped(threshold):
+        clip = optaxclip.clip_by_global_norm(threshold, record=False)
         return optax.tree.norm(clip.update(GRADS, None)[0])
 
     np.testing.assert_allclose(norm_of_clipped(0.5), 0.5, rtol=1e-6)

@@ -129,9 +129,9 @@ def test_injected_hyperparameters(name):
 
     @jax.jit
     @jax.vmap
-    def injected_and_passed(limit):
-        state, plain = tx.init(PARAMS), method.make(limit)
-        state.hyperparams[argument] = limit
+    def injected_and_passed(threshold):
+        state, plain = tx.init(PARAMS), method.make(threshold)
+        state.hyperparams[argument] = threshold
         return steps(tx, state), steps(plain, plain.init(PARAMS))
 
     injected, passed = injected_and_passed(jnp.float32([usual, usual / 4]))
@@ -142,11 +142,11 @@ def test_injected_hyperparameters(name):
 def test_injected_hyperparameters_of_one_compiled_step():
     tx = optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=1.0)
     state, update = tx.init(PARAMS), jax.jit(tx.update)
-    for limit in (1.0, 0.25, 4.0):
-        state.hyperparams["max_norm"] = jnp.float32(limit)
+    for threshold in (1.0, 0.25, 4.0):
+        state.hyperparams["max_norm"] = jnp.float32(threshold)
         updates, state = update(GRADS, state, PARAMS)
-        np.testing.assert_allclose(optax.tree.norm(updates), limit, rtol=1e-6)
-        assert state.inner_state.info.limit == limit
+        np.testing.assert_allclose(optax.tree.norm(updates), threshold, rtol=1e-6)
+        assert state.inner_state.info.threshold == threshold
     assert update._cache_size() == 1
 
 

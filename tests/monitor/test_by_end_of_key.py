@@ -13,7 +13,7 @@ TX = optax.chain(
     optaxclip.skip_above(
         optax.chain(optaxclip.clip_by_norm(1.0), optaxclip.clip_by_norm(2.0), optax.sgd(0.1)),
         5.0,
-        loss_limit=9.0,
+        loss_threshold=9.0,
     ),
 )
 GRADS = jnp.array([3.0, 4.0])

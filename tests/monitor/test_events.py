@@ -29,8 +29,8 @@ STACKED = jax.tree.map(lambda *leaves: jnp.stack(leaves), *STEPS)
 CLIP = "clip_by_global_norm"
 
 
-def clip(limit=2.0, **options):
-    return optaxclip.clip_by_global_norm(limit, **options)
+def clip(threshold=2.0, **options):
+    return optaxclip.clip_by_global_norm(threshold, **options)
 
 
 def run(tx, steps=STEPS, **extra):
@@ -62,13 +62,13 @@ def test_a_clip_of_the_tree():
     jax.tree.map(np.testing.assert_array_equal, (updates, state.inner_state), (expected, of_inner))
     found = monitor.history(state)
     assert found.dtype.names == monitor.history_names(state)
-    assert found.dtype.names == ("step", "verdict", "norm", "limit", "factor", "worst")
+    assert found.dtype.names == ("step", "verdict", "norm", "threshold", "factor", "worst")
     assert_columns(
         found,
         step=[0, 1, 2, 3, 4],
         verdict=["taken", "clipped", "not finite", "clipped", "not finite"],
         norm=[np.sqrt(1.25), 5.0, NAN, 5.0, np.inf],
-        limit=[2.0] * 5,
+        threshold=[2.0] * 5,
         factor=[1.0, 0.4, NAN, 0.4, NAN],
         worst=["b", "w", "b", "b", "w"],
     )
@@ -102,12 +102,12 @@ def test_a_skip_around_a_clip_in_a_chain():
         found,
         verdict=["taken", "skipped", "skipped", "clipped", "taken"],
         norm=[np.sqrt(1.25), NAN, 5.0, np.sqrt(13.0), 0.0],
-        limit=[4.5] * 5,
+        threshold=[4.5] * 5,
         factor=[1.0, 0.0, 0.0, 1.0, 1.0],
         worst=["b", "b", "b", "w", "b"],
         **{
             f"{CLIP}/norm": [np.sqrt(1.25), NAN, NAN, np.sqrt(13.0), 0.0],
-            f"{CLIP}/limit": [2.0, NAN, NAN, 2.0, 2.0],
+            f"{CLIP}/threshold": [2.0, NAN, NAN, 2.0, 2.0],
             f"{CLIP}/factor": [1.0, NAN, NAN, 2 / np.sqrt(13.0), 1.0],
             f"{CLIP}/worst": ["b", "", "", "w", "b"],
         },
@@ -133,7 +133,7 @@ def test_clips_of_leaves_and_labels_know_their_worst():
         verdict=["clipped", "clipped", "not finite"],
         worst=["b", "w", "b"],
         norm=[3.0, 9.0, NAN],
-        limit=[1.0, 6.0, 1.0],
+        threshold=[1.0, 6.0, 1.0],
         **{"clip_by_group_norm/worst": ["low", "low", "low"], "units/worst": ["w", "w", "b"]},
     )
 
@@ -163,7 +163,7 @@ def test_clips_of_one_name_are_told_apart():
 
 
 def test_a_loss_and_skips_within_skips():
-    inner = skip_above(optax.sgd(0.1), 4.0, loss_limit=thresholds.constant(2.0), name="inner")
+    inner = skip_above(optax.sgd(0.1), 4.0, loss_threshold=thresholds.constant(2.0), name="inner")
     tx = monitor.events(skip_nonfinite(inner, max_consecutive=1))
 
     def step(state, x):
@@ -177,7 +177,7 @@ def test_a_loss_and_skips_within_skips():
         verdict=["taken", *["skipped"] * 5, "taken"],
         **{
             "inner/loss": [1.0, 3.0, 1.0, NAN, 1.0, NAN, 1.0],
-            "inner/loss_limit": [2.0, 2.0, 2.0, NAN, 2.0, 2.0, 2.0],
+            "inner/loss_threshold": [2.0, 2.0, 2.0, NAN, 2.0, 2.0, 2.0],
             "inner/norm": [1.0, 1.0, 5.0, NAN, NAN, 1.0, 1.0],
             "inner/factor": [1.0, 0.0, 0.0, NAN, 0.0, 0.0, 1.0],
         },
@@ -334,7 +334,7 @@ def test_wrong_use():
         monitor.history(state, stat="norms")
     with pytest.raises(ValueError, match=r"stat must be one of \['step', .*; got 3$"):
         monitor.history(state, stat=3)
-    lost = serialization.to_state_dict(state._replace(steps=jnp.int32(1), marks=state.marks + 1))
+    lost = serialization.to_state_dict(state._replace(steps=jnp.int32(1), flags=state.flags + 1))
     with pytest.raises(ValueError, match=r"events of clip have lost the names of leaves"):
         monitor.history(lost)
 

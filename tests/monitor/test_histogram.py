@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip._border.entry_counts as entry_counts
 from optaxclip import monitor, scopes
-from optaxclip._base.ranges import TOO_LARGE, too_large
+from optaxclip._base.ranges import OVERFLOW_EDGES, overflow_threshold
 
 SATURATING = ("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
 FORMATS = [
@@ -25,7 +25,7 @@ def entries_of(dtype, seed=0):
     """Entries of all sizes that a format has, with the ends of other formats and all powers."""
     rng, info = np.random.default_rng(seed), jnp.finfo(dtype)
     low, high = np.log2(float(info.smallest_subnormal)) - 1, np.log2(float(info.max))
-    ends = np.array([x.value for x in TOO_LARGE])
+    ends = np.array([x.value for x in OVERFLOW_EDGES])
     with np.errstate(all="ignore"):
         sizes = np.concatenate(
             [
@@ -73,11 +73,11 @@ def test_counts_and_shares_are_those_of_casts():
         for dtype in FORMATS:
             with np.errstate(over="ignore"):
                 cast = finite.astype(dtype).astype(np.float64)
-            assert found[name].below(dtype) == np.mean(cast == 0), (name, dtype)
+            assert found[name].underflow_fraction(dtype) == np.mean(cast == 0), (name, dtype)
             lost = ~np.isfinite(cast)
             if dtype.name in SATURATING:
-                lost = finite >= too_large(dtype)
-            assert found[name].above(dtype) == np.mean(lost), (name, dtype)
+                lost = finite >= overflow_threshold(dtype)
+            assert found[name].overflow_fraction(dtype) == np.mean(lost), (name, dtype)
 
 
 def test_the_first_step_counts_and_every_third_after_it():
@@ -116,8 +116,10 @@ def test_float64_leaves_and_others_beside_them():
         for name, x in tree.items():
             assert_counts(found[name], moduli(x))
             sizes = moduli(x)[np.isfinite(moduli(x)) & (x != 0)]
-            assert found[name].above(jnp.float32) == np.mean(sizes >= 2.0**128 - 2.0**103)
-            assert found[name].below(jnp.float32) == np.mean(sizes <= 2.0**-150)
+            assert found[name].overflow_fraction(jnp.float32) == np.mean(
+                sizes >= 2.0**128 - 2.0**103
+            )
+            assert found[name].underflow_fraction(jnp.float32) == np.mean(sizes <= 2.0**-150)
         assert_counts(found["x"], np.hypot(*parts))
         tx = monitor.histogram()
         state = tx.init({"x": jnp.ones(2, jnp.float32)})
@@ -153,7 +155,7 @@ def test_counts_beyond_32_bits_add_up(monkeypatch):
     mapped = jax.shard_map(count, mesh=mesh, in_specs=(specs,), out_specs=P())
     found = monitor.histograms(jax.jit(mapped)(tree))["tree"]
     parts = 8 + 8 + 1
-    assert (found.zeros, found.num_nan) == (parts * zeros, parts * 2)
+    assert (found.num_zero, found.num_nan) == (parts * zeros, parts * 2)
     assert found.counts.sum() == parts * 70_000
 
 
@@ -170,7 +172,7 @@ def test_a_leaf_of_5_thousand_million_entries_is_counted_in_64_bits():
 
 
 def test_large_leaves_are_counted_a_few_entries_at_a_time(monkeypatch):
-    monkeypatch.setattr(entry_counts, "CHUNK", 300)
+    monkeypatch.setattr(entry_counts, "CHUNK_SIZE", 300)
     x = entries_of(np.float32, seed=4)[:3000].reshape(3, 25, 40)
     tree = {"whole": x, "rows": x.reshape(3, -1), "each": x[0, 0].repeat(10)}
     found = histograms_of(tree, scope=scopes.leaf(stacked={"whole": 0, "rows": 1, "each": 1}))
@@ -189,9 +191,9 @@ def test_under_vmap_nothing_is_counted_outside_of_the_loop():
     outside = str(jax.make_jaxpr(update)(seeds, states)).split("while")[-1]
     assert "cond_jaxpr" in outside
     states = states._replace(steps=jnp.array([1, 2, 3], jnp.int32))
-    states = states._replace(counted=jnp.array([0, 0, 2], jnp.int32))
+    states = states._replace(last_counted_step=jnp.array([0, 0, 2], jnp.int32))
     states = jax.jit(update)(seeds, states)
-    np.testing.assert_array_equal(states.counted, [0, 2, 2])
+    np.testing.assert_array_equal(states.last_counted_step, [0, 2, 2])
     np.testing.assert_array_equal(np.sum(states.counts, (1, 2, 3)), [0, 4, 0])
 
 
@@ -203,7 +205,7 @@ def test_parameters_are_counted_and_a_neighbour_changes_nothing():
     step = jax.jit(lambda params: tx.update(params, tx.init(params), params)[1])
     one, other = monitor.histograms(step(params)), monitor.histograms(step(bad))
     np.testing.assert_array_equal(np.repeat(one["a"].edges[1:], one["a"].counts), [1.0, 4.0])
-    assert other["a"].nonfinite == 2
+    assert other["a"].num_nonfinite == 2
     np.testing.assert_array_equal(one["b"].counts, other["b"].counts)
 
 
@@ -248,7 +250,7 @@ def test_the_table_of_a_format_says_which_scale_keeps_what():
     tree = {name: np.float32(2.0 ** np.asarray(x)) for name, x in sizes.items()}
     tx = monitor.histogram()
     state = jax.jit(lambda x: tx.update(x, tx.init(x))[1])(tree)
-    fit = monitor.format_fit(state, jnp.float16, lost=0.01)
+    fit = monitor.dtype_fit(state, jnp.float16, max_lost_fraction=0.01)
     for name, x in tree.items():
         of_group = fit.groups[name]
         for scale, most in ((of_group.lowest, 0.01), (of_group.lowest / 2, 1)):
@@ -258,22 +260,24 @@ def test_the_table_of_a_format_says_which_scale_keeps_what():
         assert np.isfinite((x * of_group.highest).astype(np.float16)).all()
         with np.errstate(over="ignore"):
             assert not np.isfinite((x * of_group.highest * 4).astype(np.float16)).all()
-    assert fit.misfits == ()
+    assert fit.poor_fits == ()
     assert fit.lowest <= fit.loss_scale <= fit.highest
-    assert monitor.format_fit(state, jnp.float8_e4m3fn).misfits == ("small",)
-    assert "does not fit" in str(monitor.format_fit(state, jnp.float8_e4m3fn))
-    assert monitor.format_fit(state, jnp.bfloat16).loss_scale == 1
-    assert monitor.format_fit(tx.init(tree)).loss_scale == 1
+    assert monitor.dtype_fit(state, jnp.float8_e4m3fn).poor_fits == ("small",)
+    assert "does not fit" in str(monitor.dtype_fit(state, jnp.float8_e4m3fn))
+    assert monitor.dtype_fit(state, jnp.bfloat16).loss_scale == 1
+    assert monitor.dtype_fit(tx.init(tree)).loss_scale == 1
 
 
 def test_histogram_steps_wrap_by_whole_periods():
     tx = monitor.histogram(3, scope=scopes.tree())
     start = 2**31 - 4
-    state = tx.init(jnp.ones(2))._replace(steps=jnp.int32(start), counted=jnp.int32(start - 1))
+    state = tx.init(jnp.ones(2))._replace(
+        steps=jnp.int32(start), last_counted_step=jnp.int32(start - 1)
+    )
     counted, update = [], jax.jit(tx.update)
     for _ in range(8):
         before, state = int(state.steps), update(jnp.ones(2), state)[1]
-        counted.append(int(state.counted) == before)
+        counted.append(int(state.last_counted_step) == before)
     first = -start % 3
     assert counted == [i % 3 == first for i in range(8)]
 
@@ -295,7 +299,7 @@ def test_histogram_of_wider_params_is_refused(x64):
         tx.update(narrow, tx.init(narrow), wide)
     found = monitor.histograms(tx.update(narrow, tx.init(wide), wide)[1])["leaf"]
     # Nothing is too large for float64, whose bins end at infinity.
-    assert (found.above(np.float64), found.below(float)) == (0, 0)
+    assert (found.overflow_fraction(np.float64), found.underflow_fraction(float)) == (0, 0)
 
 
 def test_histogram_moduli_at_upper_end():
@@ -307,7 +311,7 @@ def test_histogram_moduli_at_upper_end():
 def fit(counts, dtype=jnp.float16, **options):
     tx = monitor.histogram()
     x = jnp.asarray(np.repeat([*counts], [*counts.values()]), jnp.float32)
-    return monitor.format_fit(tx.update(x, tx.init(x))[1], dtype, **options)
+    return monitor.dtype_fit(tx.update(x, tx.init(x))[1], dtype, **options)
 
 
 def test_format_fit_allows_exactly_the_share():
@@ -342,6 +346,6 @@ def test_format_fit_refuses_other_types(dtype, error, message):
     with pytest.raises(error, match=message):
         fit({1.0: 1}, dtype)
     found = histograms_of({"x": jnp.ones(2)})["x"]
-    for share in (found.above, found.below):
+    for share in (found.overflow_fraction, found.underflow_fraction):
         with pytest.raises(error, match=message):
             share(dtype)

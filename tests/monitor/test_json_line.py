@@ -33,7 +33,7 @@ def test_a_line_is_valid_json_with_null_for_what_is_not_finite(gradient):
     start = tx.init(jnp.zeros(2))
     for state in (start, tx.update(jnp.array([gradient, 4.0]), start)[1]):
         numbers = monitor.scalars(state)
-        assert not all(np.isfinite(list(numbers.values())))  # limits without an end, at least
+        assert not all(np.isfinite(list(numbers.values())))  # thresholds without an end, at least
         expected = {name: x if np.isfinite(x) else None for name, x in numbers.items()}
         found = parsed(monitor.json_line(state))
         assert found == expected

@@ -29,7 +29,7 @@ def test_tensorboard_shows_the_counts_by_exponent():
     rows = events.Histograms("histogram/w")
     assert [row.step for row in rows] == [0, 5, 10, 15]
     (found,) = monitor.histograms(left["opt_state"]).values()
-    counts, edges = found.by_exponent()
+    counts, edges = found.list_by_exponent()
     assert found.step == 15
     shown = rows[-1].histogram_value
     assert (shown.bucket, shown.bucket_limit) == (counts.tolist(), edges[1:].tolist())

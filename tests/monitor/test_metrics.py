@@ -15,14 +15,14 @@ from optaxclip.methods.skips import skip_above, skip_nonfinite
 GRADS = {"b": jnp.array([2.0]), "w": jnp.array([3.0, 4.0])}
 NORM = np.sqrt(29.0)
 BAD = GRADS | {"b": jnp.array([jnp.nan])}
-NAMES = ["norm", "limit", "factor", "clipped_norm", "clipped_fraction", "num_clipped"]
+NAMES = ["norm", "threshold", "factor", "clipped_norm", "clipped_fraction", "num_clipped"]
 NAMES += ["num_nonfinite", "steps"]
-SKIP_NAMES = ["norm", "limit", "factor", "clipped_norm", "num_nonfinite", "num_skipped"]
+SKIP_NAMES = ["norm", "threshold", "factor", "clipped_norm", "num_nonfinite", "num_skipped"]
 CLIP, LEAVES = "clip_by_global_norm", "clip_by_norm"
 
 
-def tree_clip(limit=1.0, **options):
-    return optaxclip.clip_by_global_norm(limit, **options)
+def tree_clip(threshold=1.0, **options):
+    return optaxclip.clip_by_global_norm(threshold, **options)
 
 
 def by_label(**options):
@@ -39,7 +39,7 @@ def after(tx, *steps, params=GRADS, **extra):
 def everything(inner=None):
     """A chain with each kind of record in it."""
     last = skip_above(
-        optax.chain(tree_clip(0.5), optax.sgd(1.0)), 100.0, loss_limit=1.0, name="skip"
+        optax.chain(tree_clip(0.5), optax.sgd(1.0)), 100.0, loss_threshold=1.0, name="skip"
     )
     return optax.chain(by_label(), optaxclip.clip_by_norm(1.0), tree_clip(), inner or last)
 
@@ -69,7 +69,7 @@ def test_names_and_numbers():
         f"clip_by_group_norm/{name}/{label}" for name in NAMES[:-1] for label in ("actor", "critic")
     ]
     first.append("clip_by_group_norm/steps")  # which all labels share
-    rest = {LEAVES: NAMES, CLIP: NAMES, "skip": [*SKIP_NAMES, "loss", "loss_limit"]}
+    rest = {LEAVES: NAMES, CLIP: NAMES, "skip": [*SKIP_NAMES, "loss", "loss_threshold"]}
     expected = [*first, *(f"{one}/{name}" for one, names in rest.items() for name in names)]
     expected += [f"{CLIP}_1/{name}" for name in NAMES]
     assert list(numbers) == [f"train/{name}" for name in expected]
@@ -77,7 +77,7 @@ def test_names_and_numbers():
     assert numbers["train/clip_by_group_norm/factor/critic"] == 0.5
     assert numbers["train/clip_by_group_norm/clipped_fraction/critic"] == 1.0
     assert numbers["train/skip/loss"] == 2.0
-    assert numbers[f"train/{CLIP}_1/limit"] == np.inf  # as the skip let nothing through
+    assert numbers[f"train/{CLIP}_1/threshold"] == np.inf  # as the skip let nothing through
     for function in (monitor.scalars, monitor.metrics):
         with pytest.raises(TypeError, match="prefix must be a string"):
             function(tree_clip().init(GRADS), 3)
@@ -86,7 +86,7 @@ def test_names_and_numbers():
 def test_names_that_collide():
     tx = optax.chain(tree_clip(), tree_clip(0.5), tree_clip(0.25, name=f"{CLIP}_1"))
     numbers = monitor.scalars(after(tx, GRADS))
-    assert [numbers[f"{CLIP}{end}/limit"] for end in ("", "_1", "_1_1")] == [1.0, 0.5, 0.25]
+    assert [numbers[f"{CLIP}{end}/threshold"] for end in ("", "_1", "_1_1")] == [1.0, 0.5, 0.25]
     assert len(numbers) == 3 * len(NAMES)
 
 
@@ -163,7 +163,7 @@ def bare(tree):
 
 
 def test_dicts_are_states_if_they_have_their_fields():
-    inner = optaxclip.skip_above(optax.chain(tree_clip(), optax.sgd(0.1)), 9.0, loss_limit=3.0)
+    inner = optaxclip.skip_above(optax.chain(tree_clip(), optax.sgd(0.1)), 9.0, loss_threshold=3.0)
     chain = monitor.record(3), optaxclip.clip_by_norm(0.5), monitor.noise_scale()
     state = optax.chain(*chain, optaxclip.scale_loss(inner)).init(GRADS)
     taken_apart = serialization.to_state_dict(state)
@@ -201,14 +201,14 @@ def per_leaf_state(**columns):
 
 
 def test_scalars_of_many_entries():
-    measured = {"norm": [8.0, 3.0, 0.1], "limit": [4.0, 1.0, 1.0], "factor": [0.5, 0.25, 1.0]}
+    measured = {"norm": [8.0, 3.0, 0.1], "threshold": [4.0, 1.0, 1.0], "factor": [0.5, 0.25, 1.0]}
     state = per_leaf_state(**measured, num_clipped=[2, 4, 0], num_nonfinite=[0, 1, 3])
     expected = zip(NAMES, [3.0, 1.0, 0.25, 0.75, 1.0, 4.0, 3.0, 4.0], strict=True)
     assert monitor.scalars([state]) == {f"{LEAVES}/{name}": x for name, x in expected}
 
 
 @pytest.mark.parametrize(
-    ("norm", "limit", "worst"),
+    ("norm", "threshold", "worst"),
     [
         ([2.0, np.nan, 1.0], [1.0, 9.0, 1.0], 1),
         ([2.0, 1.0, np.inf], [1.0, 1.0, np.inf], 2),
@@ -217,18 +217,18 @@ def test_scalars_of_many_entries():
         ([0.0, 0.0, 0.0], [np.inf, np.inf, np.inf], 0),
     ],
 )
-def test_the_worst_entry(norm, limit, worst):
-    state = per_leaf_state(norm=norm, limit=limit, factor=[0.0, 1.0, 2.0])
+def test_the_worst_entry(norm, threshold, worst):
+    state = per_leaf_state(norm=norm, threshold=threshold, factor=[0.0, 1.0, 2.0])
     numbers = monitor.scalars(state)
     assert numbers[f"{LEAVES}/factor"] == worst
     np.testing.assert_array_equal(numbers[f"{LEAVES}/norm"], np.float32(norm[worst]))
 
 
 def test_of_ratios_that_differ_by_rounding_the_first_counts():
-    limits = np.random.default_rng(0).uniform(0.1, 10.0, 300).astype(np.float32)
-    state = per_leaf_state(norm=3 * limits, limit=limits, factor=np.arange(300.0))
+    thresholds = np.random.default_rng(0).uniform(0.1, 10.0, 300).astype(np.float32)
+    state = per_leaf_state(norm=3 * thresholds, threshold=thresholds, factor=np.arange(300.0))
     assert assert_the_same(state)[f"{LEAVES}/factor"] == 0.0
-    state = per_leaf_state(norm=[3.0, 3.00001], limit=[1.0, 1.0], factor=[0.0, 1.0])
+    state = per_leaf_state(norm=[3.0, 3.00001], threshold=[1.0, 1.0], factor=[0.0, 1.0])
     assert assert_the_same(state)[f"{LEAVES}/factor"] == 1.0
 
 
@@ -246,9 +246,9 @@ def test_scalars_without_entries_and_under_vmap():
 def test_of_two_states_each_number_is_that_of_the_table():
     """Whichever of them comes first."""
 
-    def of(skipped, loss, limit, scale, clipped, signal):
-        skip = skip_above(optax.identity(), 1.0, loss_limit=1.0).init(GRADS)
-        info = skip.loss.info._replace(norm=jnp.float32(loss), limit=jnp.float32(limit))
+    def of(skipped, loss, threshold, scale, clipped, signal):
+        skip = skip_above(optax.identity(), 1.0, loss_threshold=1.0).init(GRADS)
+        info = skip.loss.info._replace(norm=jnp.float32(loss), threshold=jnp.float32(threshold))
         skip = skip._replace(num_skipped=jnp.int32(skipped), loss=skip.loss._replace(info=info))
         scaled = optaxclip.scale_loss(optax.identity()).init(GRADS)
         scaled = scaled._replace(loss_scale=jnp.float32(scale))
@@ -272,8 +272,8 @@ def test_of_two_states_each_number_is_that_of_the_table():
         numbers = monitor.scalars(jax.tree.map(lambda *x: np.stack(x), *pair), top=1)
         expected = {
             "skip_above/num_skipped": 3,
-            "skip_above/loss": 2,  # which is further above its limit
-            "skip_above/loss_limit": 1,
+            "skip_above/loss": 2,  # which is further above its threshold
+            "skip_above/loss_threshold": 1,
             "scale_loss/loss_scale": 4,
             f"{LEAVES}/num_clipped": 4,
             f"{LEAVES}/num_nonfinite": 4,

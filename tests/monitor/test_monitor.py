@@ -17,8 +17,8 @@ NORM = np.sqrt(29.0)
 BAD = GRADS | {"b": jnp.array([jnp.nan])}
 
 
-def tree_clip(limit=1.0, **options):
-    return optaxclip.clip_by_global_norm(limit, **options)
+def tree_clip(threshold=1.0, **options):
+    return optaxclip.clip_by_global_norm(threshold, **options)
 
 
 def after(tx, *steps, params=GRADS):
@@ -175,7 +175,7 @@ def test_no_record_is_lost_where_paths_look_alike():
     infos = monitor.read(Pair([state, state]))
     assert list(infos) == [f"['both']/{CLIP}", f"['both']/{CLIP}_1"]
     # What a skip says of the loss has no state of its own.
-    skip = skip_above(optax.identity(), 1.0, loss_limit=1.0, name="s").init(GRADS)
+    skip = skip_above(optax.identity(), 1.0, loss_threshold=1.0, name="s").init(GRADS)
     infos = monitor.read({"a": skip, "a/s": tree_clip(name="loss").init(GRADS)})
     assert list(infos) == ["['a']/s", "['a']/s/loss", "['a/s']/loss"]
     assert [list(info.names) for info in infos.values()] == [["tree"], ["loss"], ["tree"]]

@@ -26,7 +26,7 @@ def sgd():
 
 
 def by_loss():
-    return skip_above(sgd(), jnp.inf, loss_limit=thresholds.constant(2.0))
+    return skip_above(sgd(), jnp.inf, loss_threshold=thresholds.constant(2.0))
 
 
 def for_parts():
@@ -56,7 +56,9 @@ CASES = {
     "masked": (lambda: optax.masked(skip_nonfinite(sgd()), {"a": False, "b": True}), {1, 2}),
     "partition": (for_parts, {1, 2, 4, 6, 7}),
     "hyperparameters": (
-        lambda: optax.inject_hyperparams(lambda limit: skip_above(sgd(), limit))(limit=4.0),
+        lambda: optax.inject_hyperparams(lambda threshold: skip_above(sgd(), threshold))(
+            threshold=4.0
+        ),
         {1, 2, 4, 6, 7},
     ),
     "around MultiSteps": (
@@ -93,7 +95,10 @@ def flags_of_steps(tx, grads, losses):
         grads, loss = row
         updates, state = tx.update(grads, state, params, value=loss)
         moved = jnp.any(updates["a"] != 0)
-        return (optax.apply_updates(params, updates), state), (monitor.taken(state), moved)
+        return (optax.apply_updates(params, updates), state), (
+            monitor.step_was_applied(state),
+            moved,
+        )
 
     return jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), (grads, losses))[1]
 
@@ -119,7 +124,7 @@ def test_it_agrees_with_what_the_parameters_do_under_vmap():
     states = jax.jit(jax.vmap(lambda grads: tx.update(grads, tx.init(PARAMS))[1]))(
         jax.tree.map(lambda x: x[:, 4], grads)
     )
-    assert monitor.taken(states).tolist() == [False, True, False]
+    assert monitor.step_was_applied(states).tolist() == [False, True, False]
 
 
 def test_on_eight_devices():
@@ -127,7 +132,7 @@ def test_on_eight_devices():
     tx = skip_nonfinite(sgd())
 
     def step(grads):
-        taken = monitor.taken(tx.update(grads, tx.init(grads))[1])
+        taken = monitor.step_was_applied(tx.update(grads, tx.init(grads))[1])
         return taken, jnp.where(taken, grads, 0)
 
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=(P(), P("x"))))
@@ -139,14 +144,14 @@ def test_on_eight_devices():
 
 def test_before_the_first_step_nothing_was_skipped():
     for name in ("nonfinite", "partition", "in MultiSteps that leaves out"):
-        assert monitor.taken(TRANSFORMATIONS[name].init(PARAMS)), name
+        assert monitor.step_was_applied(TRANSFORMATIONS[name].init(PARAMS)), name
     flag = jnp.array(False)
     own = optax.MultiSteps(
         skip_nonfinite(sgd()), 2, should_skip_update_fn=lambda *_: (flag, {"large": flag})
     )
-    assert monitor.taken(own.init(PARAMS))
+    assert monitor.step_was_applied(own.init(PARAMS))
     own = optax.MultiSteps(skip_nonfinite(sgd()), 2, should_skip_update_fn=lambda *_: (flag, flag))
-    assert monitor.taken(own.init(PARAMS))
+    assert monitor.step_was_applied(own.init(PARAMS))
 
 
 @pytest.mark.slow
@@ -156,18 +161,18 @@ def test_in_flax():
     update = jax.jit(tx.update)
     for i in (0, 1, 6, 7, 4):
         _, state = update(jax.tree.map(lambda x, i=i: x[i], gradients()), state, PARAMS)
-        expected.append(bool(monitor.taken(state)))
-        assert monitor.taken(to_state_dict(state)) == expected[-1]
+        expected.append(bool(monitor.step_was_applied(state)))
+        assert monitor.step_was_applied(to_state_dict(state)) == expected[-1]
     assert expected == [True, False, True, True, False]
     train_state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    assert monitor.taken(train_state.replace(opt_state=state)) == expected[-1]
+    assert monitor.step_was_applied(train_state.replace(opt_state=state)) == expected[-1]
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, by):
         optimizer.update(model, jax.tree.map(lambda x: by * x, nnx.state(model, nnx.Param)))
-        return monitor.taken(optimizer), monitor.taken(nnx.state(optimizer))
+        return monitor.step_was_applied(optimizer), monitor.step_was_applied(nnx.state(optimizer))
 
     assert [step(model, optimizer, by) for by in (1.0, jnp.nan, 99.0)] == [
         (True, True),
@@ -179,6 +184,6 @@ def test_in_flax():
 def test_without_a_skip_the_error_says_what_came():
     for tx in (optaxclip.clip_by_global_norm(1.0), sgd(), optax.apply_if_finite(sgd(), 3)):
         with pytest.raises(ValueError, match=r"monitor\.taken .* finds none in what it got: \w+"):
-            monitor.taken(tx.init(PARAMS))
+            monitor.step_was_applied(tx.init(PARAMS))
     with pytest.raises(ValueError, match=r"got: dict, with the leaves 'a', 'b'\. Put skip_"):
-        monitor.taken(PARAMS)
+        monitor.step_was_applied(PARAMS)

@@ -59,9 +59,9 @@ def test_the_worst_leaves_come_first():
     assert column(found, "record", "name") == ["b", "d", "a"]
     assert column(found, "record", "norm") == column(found, "record", "max") == [30.0, 7.0, 2.0]
     assert column(found, "record", "zero_fraction") == [0.5, 0.5, 0.5]
-    # The ratio of norm to limit decides: 100, 20 and 3.
+    # The ratio of norm to threshold decides: 100, 20 and 3.
     assert column(found, "clip_by_norm", "name") == ["d", "a", "b"]
-    assert column(found, "clip_by_norm", "limit") == pytest.approx([0.07, 0.1, 10.0])
+    assert column(found, "clip_by_norm", "threshold") == pytest.approx([0.07, 0.1, 10.0])
     assert column(found, "clip_by_norm", "clipped_norm") == pytest.approx([0.07, 0.1, 10.0])
     assert column(found, "clip_by_group_norm", "name", 1) == ["high"]
     assert column(found, "shares", "name") == ["b", "d", "a"]

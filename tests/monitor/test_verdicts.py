@@ -25,7 +25,7 @@ def stack(*trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-# The norm 5 is below the limit, and what each step is skipped for.
+# The norm 5 is below the threshold, and what each step is skipped for.
 STEPS = {
     "none": (grads(), ()),
     "NaN": (grads(a=NAN), ("a",)),
@@ -49,7 +49,7 @@ def test_the_leaves_that_a_step_was_skipped_for(norm):
     assert list(states.leaves) == NAMES
     for i, (name, (_, expected)) in enumerate(STEPS.items()):
         if name == "all together" and norm == "linf":
-            expected = ()  # no entry is above the limit
+            expected = ()  # no entry is above the threshold
         assert monitor.bad_leaves(jax.tree.map(lambda x, i=i: x[i], states)) == expected, name
     assert monitor.bad_leaves(states) == ("a", "b/0", "c")
 
@@ -65,13 +65,18 @@ def test_a_step_that_is_taken_after_all_names_no_leaf():
             found += [state, tx.update(grads(b=size), state)[1]]
         return found
 
-    assert [monitor.verdict(state) for state in run()] == ["skipped", "roll back", "skipped", "ok"]
+    assert [monitor.step_status(state) for state in run()] == [
+        "skipped",
+        "roll back",
+        "skipped",
+        "ok",
+    ]
     assert [monitor.bad_leaves(state) for state in run()] == [("a",)] * 4
 
 
 @pytest.mark.slow
 def test_they_stay_until_another_step_is_skipped():
-    tx = optax.chain(skip_above(optax.sgd(1.0), 6.0, loss_limit=1.0), optax.scale(1.0))
+    tx = optax.chain(skip_above(optax.sgd(1.0), 6.0, loss_threshold=1.0), optax.scale(1.0))
     state, seen = tx.init(GRADS), []
     update = jax.jit(tx.update)
     before = jax.tree.map(jax.typeof, state)
@@ -159,29 +164,29 @@ def test_verdicts(name):
     make, trees, expected = RUNS[name]
     tx = make()
     update, state, seen = jax.jit(tx.update), tx.init(GRADS), []
-    assert monitor.verdict(state) == "ok"
+    assert monitor.step_status(state) == "ok"
     for tree in trees:
         _, state = update(tree, state)
-        seen.append(monitor.verdict(state, roll_back_after=3))
+        seen.append(monitor.step_status(state, roll_back_after=3))
     assert seen == expected
 
 
 def test_verdicts_of_losses_and_under_vmap():
-    tx = skip_above(optax.sgd(1.0), 6.0, loss_limit=1.0)
+    tx = skip_above(optax.sgd(1.0), 6.0, loss_threshold=1.0)
     run = jax.jit(jax.vmap(lambda loss: tx.update(OK, tx.init(GRADS), value=loss)[1]))
-    assert monitor.verdict(run(jnp.array([0.0, -5.0]))) == "ok"
-    assert monitor.verdict(run(jnp.array([0.0, NAN]))) == "skipped"
-    assert monitor.verdict(run(jnp.array([0.0, 2.0])), 1) == "roll back"
+    assert monitor.step_status(run(jnp.array([0.0, -5.0]))) == "ok"
+    assert monitor.step_status(run(jnp.array([0.0, NAN]))) == "skipped"
+    assert monitor.step_status(run(jnp.array([0.0, 2.0])), 1) == "roll back"
     # The longest row of skipped steps counts, not those of all states together.
-    assert monitor.verdict(run(jnp.array([2.0, 2.0])), 2) == "skipped"
+    assert monitor.step_status(run(jnp.array([2.0, 2.0])), 2) == "skipped"
     state = tx.init(GRADS)
     kept = [state._replace(consecutive=jnp.int32(count)) for count in (9, 10)]
-    assert [*map(monitor.verdict, kept)] == ["skipped", "roll back"]
+    assert [*map(monitor.step_status, kept)] == ["skipped", "roll back"]
     # The loss alone was not finite when the step was taken after all.
     info = state.loss.info._replace(norm=jnp.float32(NAN))
     lost = state._replace(loss=state.loss._replace(info=info))
-    assert monitor.verdict(lost) == "roll back"
-    assert monitor.verdict(stack(state, lost)) == "roll back"  # if one of the two is lost
+    assert monitor.step_status(lost) == "roll back"
+    assert monitor.step_status(stack(state, lost)) == "roll back"  # if one of the two is lost
 
 
 def test_errors_say_what_to_do():
@@ -190,11 +195,11 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match=r"keeps which leaves were bad: put skip_nonfinite"):
         monitor.bad_leaves(of_tree)
     assert monitor.bad_leaves((of_tree, state)) == ()
-    for function in (monitor.bad_leaves, monitor.verdict):
+    for function in (monitor.bad_leaves, monitor.step_status):
         with pytest.raises(TypeError, match=r"under jit.*call it on the state that"):
             jax.jit(lambda state, function=function: function(state) and 0)(state)
     with pytest.raises(ValueError, match=r"no skip in the state.*put skip_nonfinite"):
-        monitor.verdict(of_tree)
+        monitor.step_status(of_tree)
     for wrong in (0, -1, 1.5, "a"):
         with pytest.raises((TypeError, ValueError), match="roll_back_after must be an int of at"):
-            monitor.verdict(state, wrong)
+            monitor.step_status(state, wrong)

@@ -22,21 +22,21 @@ WEIGHTS = np.float32(0.9 * RNG.normal(size=(SIZE, SIZE)))
 START, END, DIRECTION = np.float32(RNG.normal(size=(3, SIZE)))
 INPUTS, TARGETS = np.float32(RNG.normal(size=(2, STEPS, SIZE)))
 KINDS = {"norm": "clip_norm", "value": "clip_value", "axes": "clip_norm"}
-LIMITS = {"norm": 0.8, "value": 0.35, "axes": 0.4}
+THRESHOLDS = {"norm": 0.8, "value": 0.35, "axes": 0.4}
 
 
-def back(kind, cotangent, limit):
+def back(kind, cotangent, threshold):
     """What must come back, in plain operations."""
     if kind == "value":
-        return jnp.clip(cotangent, -limit, limit)
+        return jnp.clip(cotangent, -threshold, threshold)
     norm = jnp.abs(cotangent) if kind == "axes" else jnp.sqrt(jnp.sum(cotangent**2))
-    return cotangent * jnp.minimum(1, limit / norm)
+    return cotangent * jnp.minimum(1, threshold / norm)
 
 
-def clipped(kind, x, limit):
+def clipped(kind, x, threshold):
     """The same; by axes each entry is a group."""
     axes = {"axes": ()} if kind == "axes" else {}
-    return clip_cotangent(x, **{KINDS[kind]: limit}, **axes)
+    return clip_cotangent(x, **{KINDS[kind]: threshold}, **axes)
 
 
 def cell(weights, h, x):
@@ -46,9 +46,9 @@ def cell(weights, h, x):
 def loss_with(loop, kind):
     """The loss of a recurrent network whose states' cotangents are clipped."""
 
-    def loss(weights, start, limit):
+    def loss(weights, start, threshold):
         def step(h, at):
-            h = clipped(kind, cell(weights, h, at[0]), limit)
+            h = clipped(kind, cell(weights, h, at[0]), threshold)
             return h, jnp.sum(h * at[1])
 
         h, terms = loop(step, start, (jnp.asarray(INPUTS), jnp.asarray(TARGETS)))
@@ -57,14 +57,14 @@ def loss_with(loop, kind):
     return loss
 
 
-def gradients_by_hand(kind, weights, start, limit):
+def gradients_by_hand(kind, weights, start, threshold):
     """Those of the loss, one step after another, without any derivative of JAX's."""
     states = [start]
     for x in INPUTS:
         states.append(cell(weights, states[-1], x))
     d, by_weights = jnp.cos(states[-1]) * END, jnp.zeros_like(weights)
     for before, h, target in zip(states[-2::-1], states[:0:-1], TARGETS[::-1], strict=True):
-        d = back(kind, d + target, limit) * (1 - h**2)
+        d = back(kind, d + target, threshold) * (1 - h**2)
         by_weights += jnp.outer(d, before)
         d = weights.T @ d
     return by_weights, d
@@ -117,20 +117,20 @@ CASES += [("scan", "value"), ("scan", "axes"), ("vmap", "axes")]
 def test_first_and_second_derivatives_are_those_by_hand(loop, kind):
     loss, by_hand = loss_with(LOOPS[loop], kind), functools.partial(gradients_by_hand, kind)
 
-    def both(weights, start, limit):
+    def both(weights, start, threshold):
         def through(gradients, way):
             def along(w, s, c):
                 return jnp.sum(jnp.sin(gradients(w, s, c)[1]) * DIRECTION)
 
-            return way(along, (0, 1, 2))(weights, start, limit)
+            return way(along, (0, 1, 2))(weights, start, threshold)
 
         found = jax.grad(loss, (0, 1))
-        first = [gradients(weights, start, limit) for gradients in (found, by_hand)]
+        first = [gradients(weights, start, threshold) for gradients in (found, by_hand)]
         ways = ((found, jax.grad), (found, jax.jacfwd), (by_hand, jax.grad))
         return first, [through(*way) for way in ways]
 
-    limit = jnp.float32(LIMITS[kind])
-    (first, by_hand_first), seconds = jax.jit(both)(WEIGHTS, START, limit)
+    threshold = jnp.float32(THRESHOLDS[kind])
+    (first, by_hand_first), seconds = jax.jit(both)(WEIGHTS, START, threshold)
     unclipped = jax.jit(jax.grad(loss, (0, 1)))(WEIGHTS, START, jnp.float32(INF))
     assert not np.allclose(first[1], unclipped[1], rtol=0.1)
     for x, y in zip(first, by_hand_first, strict=True):
@@ -243,14 +243,16 @@ EXACT = [
 
 def test_norms_are_exact_over_the_whole_range_in_every_dtype():
     cotangents = [jnp.asarray(entries, dtype) for entries, dtype, *_ in EXACT]
-    limits = [jnp.float32(limit) for *_, limit, _ in EXACT]
+    thresholds = [jnp.float32(threshold) for *_, threshold, _ in EXACT]
 
     @jax.jit
-    def clips(cotangents, limits):
-        rows = zip(cotangents, limits, strict=True)
-        return [coming_back(jnp.zeros_like(x), x, clip_norm=limit) for x, limit in rows]
+    def clips(cotangents, thresholds):
+        rows = zip(cotangents, thresholds, strict=True)
+        return [coming_back(jnp.zeros_like(x), x, clip_norm=threshold) for x, threshold in rows]
 
-    for found, x, (*_, factor) in zip(clips(cotangents, limits), cotangents, EXACT, strict=True):
+    for found, x, (*_, factor) in zip(
+        clips(cotangents, thresholds), cotangents, EXACT, strict=True
+    ):
         assert found.dtype == x.dtype
         wide = np.asarray(x, np.float64) * factor
         rtol = 0 if factor == 1 else 2 * float(jnp.finfo(x.dtype).eps)
@@ -305,35 +307,35 @@ def test_the_error_of_checkify_names_the_leaf():
 EXAMPLES = np.float32([[3, 4], [0.3, 0.4], [-6, 8]])
 
 
-def by_example(limits, axis_name=None):
-    """The gradients of sums over examples, each with a limit, in several ways."""
+def by_example(thresholds, axis_name=None):
+    """The gradients of sums over examples, each with a threshold, in several ways."""
 
-    def loss(w, x, limit):
-        return jnp.sum(clip_cotangent(w, clip_norm=limit, axis_name=axis_name) * x)
+    def loss(w, x, threshold):
+        return jnp.sum(clip_cotangent(w, clip_norm=threshold, axis_name=axis_name) * x)
 
-    def all_losses(w, x, limits, in_axes):
-        return jnp.sum(jax.vmap(loss, in_axes, axis_name="n")(w, x, limits))
+    def all_losses(w, x, thresholds, in_axes):
+        return jnp.sum(jax.vmap(loss, in_axes, axis_name="n")(w, x, thresholds))
 
     @jax.jit
-    def ways(w, x, limits):
+    def ways(w, x, thresholds):
         many = jnp.broadcast_to(w, x.shape)
         vmap = functools.partial(jax.vmap, axis_name="n")
         return {
-            "vmap of grad": vmap(jax.grad(loss))(many, x, limits),
-            "vmap of grad, one w": vmap(jax.grad(loss), (None, 0, 0))(w, x, limits),
-            "grad of vmap": jax.grad(all_losses)(many, x, limits, (0, 0, 0)),
+            "vmap of grad": vmap(jax.grad(loss))(many, x, thresholds),
+            "vmap of grad, one w": vmap(jax.grad(loss), (None, 0, 0))(w, x, thresholds),
+            "grad of vmap": jax.grad(all_losses)(many, x, thresholds, (0, 0, 0)),
             "grad of vmap, at the last axis": jax.grad(
-                lambda w: all_losses(w, x, limits, (1, 0, 0))
+                lambda w: all_losses(w, x, thresholds, (1, 0, 0))
             )(many.T).T,
-            "the sum": jax.grad(all_losses)(w, x, limits, (None, 0, 0)),
+            "the sum": jax.grad(all_losses)(w, x, thresholds, (None, 0, 0)),
             "the sum, in jit": jax.grad(
                 lambda w: jnp.sum(
-                    jax.vmap(jax.jit(loss), (None, 0, 0), axis_name="n")(w, x, limits)
+                    jax.vmap(jax.jit(loss), (None, 0, 0), axis_name="n")(w, x, thresholds)
                 )
             )(w),
         }
 
-    return ways(jnp.ones(2), EXAMPLES, jnp.asarray(limits))
+    return ways(jnp.ones(2), EXAMPLES, jnp.asarray(thresholds))
 
 
 def test_under_vmap_each_example_is_clipped_by_itself():

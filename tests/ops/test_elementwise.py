@@ -13,11 +13,11 @@ from optaxclip import ops
 UNSIGNED = [np.uint8(3), np.uint64(3), jnp.uint8(3), jnp.uint32(3)]
 
 
-@pytest.mark.parametrize("limit", [*UNSIGNED, np.int8(3), jnp.float16(3)], ids=repr)
+@pytest.mark.parametrize("threshold", [*UNSIGNED, np.int8(3), jnp.float16(3)], ids=repr)
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_a_limit_of_any_dtype_bounds_both_sides(limit, scheduled):
+def test_a_threshold_of_any_dtype_bounds_both_sides(threshold, scheduled):
     grads = np.float32([-9.0, -3.0, 2.0, 9.0])
-    tx = optaxclip.clip((lambda count: limit) if scheduled else limit)
+    tx = optaxclip.clip((lambda count: threshold) if scheduled else threshold)
     np.testing.assert_array_equal(tx.update(grads, tx.init(grads))[0], [-3, -3, 2, 3])
 
 
@@ -25,19 +25,21 @@ WHOLE = [2**31, 2**40, np.int64(2**40), np.uint64(2**40), 10**300]
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize("limit", [*WHOLE, 1e300, np.float64(1e300)], ids=lambda x: f"{x!r:.12}")
-def test_a_large_limit_is_a_large_limit(limit):
+@pytest.mark.parametrize(
+    "threshold", [*WHOLE, 1e300, np.float64(1e300)], ids=lambda x: f"{x!r:.12}"
+)
+def test_a_large_threshold_is_a_large_threshold(threshold):
     jax.clear_caches()  # only a program's first call takes numbers through NumPy, which may warn
-    grads, expected = np.float32([-9.0, 3e20]), np.minimum(3e20, float(limit))
-    clips = optaxclip.clip(limit), optaxclip.clip_by_global_norm(limit)
+    grads, expected = np.float32([-9.0, 3e20]), np.minimum(3e20, float(threshold))
+    clips = optaxclip.clip(threshold), optaxclip.clip_by_global_norm(threshold)
     found = [tx.update(grads, tx.init(grads))[0] for tx in clips]
-    for updates in (*found, ops.clip_by_value(grads, 0, limit)):
+    for updates in (*found, ops.clip_by_value(grads, 0, threshold)):
         np.testing.assert_allclose(np.asarray(updates)[1], expected, rtol=1e-5)
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("x64", [False, True])
-def test_a_limit_that_only_float64_holds(x64):
+def test_a_threshold_that_only_float64_holds(x64):
     with jax.enable_x64(x64):
         (update,) = ops.clip_by_global_norm(jnp.array([3e38 if not x64 else 1e305]), 1e300)[0]
         assert update == pytest.approx(3e38 if not x64 else 1e300)
@@ -124,9 +126,9 @@ COMPLEX = [
 
 
 @pytest.mark.filterwarnings("ignore:max_delta is 0")
-@pytest.mark.parametrize(("limit", "entry", "expected"), COMPLEX)
-def test_complex_entries_keep_their_phase_over_the_whole_range(limit, entry, expected):
-    grads, tx = jnp.array([entry], jnp.complex64), optaxclip.clip(limit)
+@pytest.mark.parametrize(("threshold", "entry", "expected"), COMPLEX)
+def test_complex_entries_keep_their_phase_over_the_whole_range(threshold, entry, expected):
+    grads, tx = jnp.array([entry], jnp.complex64), optaxclip.clip(threshold)
     clipped, _ = tx.update(grads, tx.init(grads))
     np.testing.assert_allclose(clipped[0], expected, rtol=1e-6)
 

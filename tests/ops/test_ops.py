@@ -18,15 +18,15 @@ def f32(entries):
     return jnp.asarray(np.float32(entries))
 
 
-def global_clip(tree, limit):
-    return ops.clip_by_global_norm(tree, limit)[0]
+def global_clip(tree, threshold):
+    return ops.clip_by_global_norm(tree, threshold)[0]
 
 
-def value_clip(tree, limit):
-    return ops.clip_by_value(tree, -limit, limit)
+def value_clip(tree, threshold):
+    return ops.clip_by_value(tree, -threshold, threshold)
 
 
-def measure(tree, limit):
+def measure(tree, threshold):
     return ops.global_norm(tree)
 
 
@@ -53,12 +53,12 @@ def true_norm(tree):
     return math.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
 
 
-def true_clip(clip, tree, limit):
+def true_clip(clip, tree, threshold):
     def clipped(leaf):
         leaf = np.asarray(leaf, np.complex128)
         group = tree if clip is global_clip else leaf
         size = np.maximum(np.abs(leaf) if clip is value_clip else true_norm(group), 1e-300)
-        return leaf * np.minimum(1, limit * (leaf.size if clip is average_clip else 1) / size)
+        return leaf * np.minimum(1, threshold * (leaf.size if clip is average_clip else 1) / size)
 
     return jax.tree.map(clipped, tree)
 
@@ -83,8 +83,8 @@ ONE_LEAF = [
 SLICES = np.array([[[-3.0, 0, 0], [4, 0, 0]], [[0, 2, 0], [0, 0, -1]]])
 SPARSE = [
     (value_clip, 2, SLICES.clip(-2, 2)),
-    (lambda x, limit: ops.clip_by_value(x, 1.0, limit), 2, SLICES.clip(1, 2)),
-    (lambda x, limit: ops.clip_by_value(x, -2.0, limit), -1, SLICES.clip(-2, -1)),
+    (lambda x, threshold: ops.clip_by_value(x, 1.0, threshold), 2, SLICES.clip(1, 2)),
+    (lambda x, threshold: ops.clip_by_value(x, -2.0, threshold), -1, SLICES.clip(-2, -1)),
     (norm_clip, 4, SLICES * 4 / 30**0.5),
     (average_clip, 4 / 60, SLICES * 4 / 30**0.5),
     (global_clip, 4, SLICES * 4 / 30**0.5),
@@ -115,11 +115,11 @@ def test_value():
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize(("clip", "leaf", "limit", "expected"), ONE_LEAF)
-def test_norm_of_one_leaf(clip, leaf, limit, expected):
-    for same_limit in (limit, f32(limit)):
-        close(clip(f32(leaf), same_limit), expected)
-        close(clip(f32(ZEROS), same_limit), ZEROS)
+@pytest.mark.parametrize(("clip", "leaf", "threshold", "expected"), ONE_LEAF)
+def test_norm_of_one_leaf(clip, leaf, threshold, expected):
+    for same_threshold in (threshold, f32(threshold)):
+        close(clip(f32(leaf), same_threshold), expected)
+        close(clip(f32(ZEROS), same_threshold), ZEROS)
 
 
 @pytest.mark.by_day(1)
@@ -131,11 +131,11 @@ def test_norm_over_axes(axes, factors):
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize(("clip", "limit", "expected"), SPARSE)
-def test_sparse_in_sparse_out(clip, limit, expected):
+@pytest.mark.parametrize(("clip", "threshold", "expected"), SPARSE)
+def test_sparse_in_sparse_out(clip, threshold, expected):
     order = {"indices_sorted": True, "unique_indices": True}
     x = BCOO((f32(SLICES), np.int32([[2], [6]])), shape=(10, 2, 3), **order)
-    y = clip({"embedding": x, "none": None}, limit)["embedding"]
+    y = clip({"embedding": x, "none": None}, threshold)["embedding"]
     close(y.data, expected)
     np.testing.assert_array_equal(y.indices, x.indices)
     assert (y.shape, y.indices_sorted, y.unique_indices) == (x.shape, True, True)
@@ -146,11 +146,11 @@ def test_duplicate_indices_are_summed_before_measuring():
     rows = BCOO((f32([[3, 0], [3, 0]]), np.int32([[1], [1]])), shape=(2, 2))
     batch = BCOO((f32([[3, 3]]), np.int32([[[1], [1]]])), shape=(1, 4))
     tree = [entries, rows, batch]
-    limits = [(norm_clip, 3), (average_clip, 0.75), (global_clip, 27**0.5)]
+    thresholds = [(norm_clip, 3), (average_clip, 0.75), (global_clip, 27**0.5)]
 
     @jax.jit
     def measured_and_clipped(tree):
-        return ops.global_norm(tree), [clip(tree, limit) for clip, limit in limits]
+        return ops.global_norm(tree), [clip(tree, threshold) for clip, threshold in thresholds]
 
     norm, results = measured_and_clipped(tree)
     close(norm, 108**0.5)
@@ -161,19 +161,19 @@ def test_duplicate_indices_are_summed_before_measuring():
 
 @pytest.mark.by_day(4)
 @each_norm_clip
-@pytest.mark.parametrize(("limit", "to"), [(0, 0), (-1, 0), (INF, 1), (10**12, 1), (NAN, NAN)])
-def test_unusual_limit(clip, limit, to):
+@pytest.mark.parametrize(("threshold", "to"), [(0, 0), (-1, 0), (INF, 1), (10**12, 1), (NAN, NAN)])
+def test_unusual_threshold(clip, threshold, to):
     for x in (np.array([3, -0.0], np.float32), np.zeros(2, np.float32)):
-        for result in (clip(x, limit), jax.jit(clip)(x, float(limit))):
+        for result in (clip(x, threshold), jax.jit(clip)(x, float(threshold))):
             same_bits(result, x) if to == 1 else np.testing.assert_array_equal(result, x * to)
 
 
 @pytest.mark.by_day(1)
 @each_norm_clip
-def test_norm_equal_to_the_limit_comes_back_bit_for_bit(clip):
-    x, limit = f32([3, -4, -0.0, 0]), np.float32(1.25 if clip is average_clip else 5)
-    same_bits(clip(x, limit), x)
-    assert not np.array_equal(clip(x, np.nextafter(limit, np.float32(0))), x)
+def test_norm_equal_to_the_threshold_comes_back_bit_for_bit(clip):
+    x, threshold = f32([3, -4, -0.0, 0]), np.float32(1.25 if clip is average_clip else 5)
+    same_bits(clip(x, threshold), x)
+    assert not np.array_equal(clip(x, np.nextafter(threshold, np.float32(0))), x)
 
 
 @pytest.mark.by_day(1)
@@ -195,9 +195,9 @@ def test_bad_entry(entry, norm):
 def test_ends_of_the_range(clip, dtype):
     info = jnp.finfo(dtype)
     narrow, wide = [(300, 1), (300, 1000), (6e4, 1.3e5), (1e-4, 1e-5)], [(1e20, 1), (1e-25, 1e-26)]
-    for entry, limit in narrow if dtype == "float16" else [*wide, (1.5e38, 1)]:
-        x, limit = jnp.full(4, entry, dtype), limit / (4 if clip is average_clip else 1)
-        y, expected = clip(x, limit), true_clip(clip, x, limit)
+    for entry, threshold in narrow if dtype == "float16" else [*wide, (1.5e38, 1)]:
+        x, threshold = jnp.full(4, entry, dtype), threshold / (4 if clip is average_clip else 1)
+        y, expected = clip(x, threshold), true_clip(clip, x, threshold)
         close(ops.global_norm(x), true_norm(x))
         close(y, expected, rtol=max(float(info.eps), 1e-6), atol=float(info.smallest_subnormal))
         assert np.array_equal(y, x) == np.array_equal(expected, x)
@@ -210,12 +210,12 @@ def test_ends_of_the_range(clip, dtype):
 @each_norm_clip
 def test_results_are_exact_to_rounding(clip):
     rng, clip_each = np.random.default_rng(0), jax.jit(jax.vmap(clip))
-    sizes, limits = 10 ** rng.uniform(-3, 3, (300, 1)), 10 ** rng.uniform(-3, 1, 300)
-    xs, limits = np.float32(rng.normal(size=(300, 8)) * sizes), np.float32(limits)
-    once = clip_each(xs, limits)
-    for x, limit, y in zip(xs, limits, once, strict=True):
-        assert true_norm(y) <= float(limit) * (8 if clip is average_clip else 1) * (1 + 3e-7)
-        np.testing.assert_allclose(y, true_clip(clip, x, limit), rtol=2.4e-7)
+    sizes, thresholds = 10 ** rng.uniform(-3, 3, (300, 1)), 10 ** rng.uniform(-3, 1, 300)
+    xs, thresholds = np.float32(rng.normal(size=(300, 8)) * sizes), np.float32(thresholds)
+    once = clip_each(xs, thresholds)
+    for x, threshold, y in zip(xs, thresholds, once, strict=True):
+        assert true_norm(y) <= float(threshold) * (8 if clip is average_clip else 1) * (1 + 3e-7)
+        np.testing.assert_allclose(y, true_clip(clip, x, threshold), rtol=2.4e-7)
 
 
 def test_use_norm_is_believed_and_returned_as_float32():
@@ -265,11 +265,11 @@ def test_nothing_to_clip(function, tree):
 
 @pytest.mark.by_day(2)
 @each_clip
-@pytest.mark.parametrize(("tree", "wide", "limit_types"), TREES)
-def test_leaves_keep_their_types_whatever_the_limit(clip, tree, wide, limit_types):
+@pytest.mark.parametrize(("tree", "wide", "threshold_types"), TREES)
+def test_leaves_keep_their_types_whatever_the_threshold(clip, tree, wide, threshold_types):
     with jax.enable_x64(wide):
-        for limit_type in limit_types:
-            clipped, truths = clip(tree, limit_type(1)), true_clip(clip, tree, 1)
+        for threshold_type in threshold_types:
+            clipped, truths = clip(tree, threshold_type(1)), true_clip(clip, tree, 1)
             for before, after, truth in zip(tree, clipped, truths, strict=True):
                 assert jax.typeof(after) == jax.typeof(jnp.asarray(before))
                 close(after, truth, rtol=max(1e-6, float(jnp.finfo(after.dtype).eps)))
@@ -292,7 +292,7 @@ def test_wrong_type_of_argument(argument, value):
 
 @pytest.mark.parametrize("argument", ["clip_norm", "use_norm"])
 @pytest.mark.parametrize("value", [f32([1, 2]), np.ones((1, 1))])
-def test_limit_that_is_no_scalar(argument, value):
+def test_threshold_that_is_no_scalar(argument, value):
     with pytest.raises(ValueError, match=f"{argument}.*{re.escape(str(value.shape))}"):
         ARGUMENTS[argument](value)
 
@@ -300,16 +300,16 @@ def test_limit_that_is_no_scalar(argument, value):
 @pytest.mark.by_day(1)
 @each_clip
 @pytest.mark.usefixtures("x64")
-def test_derivatives_above_the_limit_and_for_it(clip):
+def test_derivatives_above_the_threshold_and_for_it(clip):
     point, h = np.array([3.0, -4.0, 0.5, 1.2]), 1e-6
 
     def difference(step):
         up, down = point + step, point - step
         return (true_clip(clip, up[:3], up[3]) - true_clip(clip, down[:3], down[3])).real / (2 * h)
 
-    by_x, by_limit = jax.jit(jax.jacobian(clip, (0, 1)))(point[:3], point[3])
+    by_x, by_threshold = jax.jit(jax.jacobian(clip, (0, 1)))(point[:3], point[3])
     truth = np.array([difference(step) for step in h * np.eye(4)])
-    close(jnp.vstack([by_x.T, by_limit]), truth, atol=1e-9)
+    close(jnp.vstack([by_x.T, by_threshold]), truth, atol=1e-9)
 
 
 def test_derivative_of_the_norm():
@@ -329,6 +329,6 @@ def test_derivative_at_a_bound_belongs_to_the_entry(bounds):
 @pytest.mark.by_day(1)
 @each_function
 def test_vmap_is_a_loop(function):
-    xs, limits = f32([[3, 4], [0, 0], [300, 1e30], [NAN, 1]]), f32([1, 0, INF, 1])
-    loop = [function(x, limit) for x, limit in zip(xs, limits, strict=True)]
-    close(jax.jit(jax.vmap(function))(xs, limits), np.stack(loop))
+    xs, thresholds = f32([[3, 4], [0, 0], [300, 1e30], [NAN, 1]]), f32([1, 0, INF, 1])
+    loop = [function(x, threshold) for x, threshold in zip(xs, thresholds, strict=True)]
+    close(jax.jit(jax.vmap(function))(xs, thresholds), np.stack(loop))

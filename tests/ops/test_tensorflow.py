@@ -34,7 +34,7 @@ INF, NAN = math.inf, math.nan
 TOLERANCE = {
     "float16": 1e-2,  # TensorFlow squares, sums, inverts and multiplies in float16: 10 roundings
     "bfloat16": 6e-2,  # the same in bfloat16
-    "float32": 3e-6,  # ours is up to 1e-6 below the limit; the rest is TensorFlow's rounding
+    "float32": 3e-6,  # ours is up to 1e-6 below the threshold; the rest is TensorFlow's rounding
     "float64": 1e-14,  # likewise, with up to 2e-15
 }
 RANGE = {  # the least and the largest entry; TensorFlow can add up their squares in the dtype
@@ -80,8 +80,8 @@ def arrays(dtype, shape, *special):
     return hnp.arrays(np.float64, shape, elements=entries).map(lambda x: x.astype(dtype))
 
 
-def limits(dtype):
-    """Around the largest norms, and numbers of the dtype, to which TensorFlow rounds a limit."""
+def thresholds(dtype):
+    """Around the largest norms, and numbers of the dtype, to which TensorFlow rounds a threshold."""
     shares = st.sampled_from([0.01, 0.3, 1, 3])
     return shares.map(lambda share: float(jnp.dtype(dtype).type(share * RANGE[dtype][1])))
 
@@ -118,20 +118,20 @@ def test_clip_by_value_of_integers(dtype, data):
 @given(st.data())
 @moderate
 def test_clip_by_norm(dtype, data):
-    x, limit = data.draw(arrays(dtype, (2, 1, 4))), data.draw(limits(dtype))
+    x, threshold = data.draw(arrays(dtype, (2, 1, 4))), data.draw(thresholds(dtype))
     axes = data.draw(st.sampled_from([None, (), 0, (-1,), [0, 2]]))
     with jax.enable_x64(dtype == "float64"):
-        clipped = ops.clip_by_norm(x, limit, axes=axes)
-    agree(clipped, tf.clip_by_norm(tensor(x), limit, axes=axes), dtype)
+        clipped = ops.clip_by_norm(x, threshold, axes=axes)
+    agree(clipped, tf.clip_by_norm(tensor(x), threshold, axes=axes), dtype)
 
 
 @given(st.data())
 @moderate
 def test_clip_by_average_norm(data):
     shape = data.draw(st.sampled_from([(), (5,), (0, 3), (2, 1, 4)]))
-    x, limit = data.draw(arrays("float32", shape)), data.draw(limits("float32"))
+    x, threshold = data.draw(arrays("float32", shape)), data.draw(thresholds("float32"))
     ours, theirs = clips("clip_by_average_norm")
-    agree(ours(x, limit), theirs(tensor(x), limit), "float32")
+    agree(ours(x, threshold), theirs(tensor(x), threshold), "float32")
 
 
 @pytest.mark.by_day(1)
@@ -141,12 +141,15 @@ def test_clip_by_average_norm(data):
 def test_global_norm_of_trees(dtype, data):
     shapes = data.draw(st.sampled_from(TREES))
     tree = [None if shape is None else data.draw(arrays(dtype, shape)) for shape in shapes]
-    limit, use_norm = data.draw(limits(dtype)), data.draw(st.none() | st.just(INF) | limits(dtype))
+    threshold, use_norm = (
+        data.draw(thresholds(dtype)),
+        data.draw(st.none() | st.just(INF) | thresholds(dtype)),
+    )
     theirs = [tensor(x) for x in tree]
     their_norm = None if use_norm is None else tf.constant(use_norm, dtype)
-    expected, expected_norm = tf.clip_by_global_norm(theirs, limit, use_norm=their_norm)
+    expected, expected_norm = tf.clip_by_global_norm(theirs, threshold, use_norm=their_norm)
     with jax.enable_x64(dtype == "float64"):
-        clipped, norm = ops.clip_by_global_norm(tree, limit, use_norm=use_norm)
+        clipped, norm = ops.clip_by_global_norm(tree, threshold, use_norm=use_norm)
         measured = ops.global_norm(tree)
     for x, y in zip(clipped, expected, strict=True):
         assert x is y is None or agree(x, y, dtype) is None
@@ -161,12 +164,12 @@ def test_global_norm_of_nothing(tree):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["clip_by_value", "clip_by_norm", "clip_by_global_norm"])
-@given(arrays("float32", (3, 2)), st.permutations(range(6)), limits("float32"))
+@given(arrays("float32", (3, 2)), st.permutations(range(6)), thresholds("float32"))
 @moderate
-def test_sparse_leaves_with_different_indices(name, rows, order, limit):
+def test_sparse_leaves_with_different_indices(name, rows, order, threshold):
     indices = np.array(order[:3], np.int32)
     ours, theirs = clips(name)
-    bounds = (-limit, limit) if name == "clip_by_value" else (limit,)
+    bounds = (-threshold, threshold) if name == "clip_by_value" else (threshold,)
     clipped = ours(BCOO((jnp.array(rows), jnp.array(indices)[:, None]), shape=(6, 2)), *bounds)
     expected = theirs(tf.IndexedSlices(tensor(rows), tensor(indices), tf.constant([6, 2])), *bounds)
     agree(clipped.data, expected.values, "float32")
@@ -204,9 +207,9 @@ clips_of = functools.cache(clips)  # what is compiled of them is found again
 @pytest.mark.parametrize("name", NORM_CLIPS[::2])
 @given(SMALL, SMALL, st.sampled_from([0.5, 2.1, 7.1, 50.0]))
 @moderate
-def test_derivatives_of_norm_clips(name, x, cotangent, limit):
+def test_derivatives_of_norm_clips(name, x, cotangent, threshold):
     assume(x.any() or name == "clip_by_norm")  # elsewhere TensorFlow's derivative at 0 is NaN
-    same_derivatives(*clips_of(name), cotangent, x, np.float64(limit))
+    same_derivatives(*clips_of(name), cotangent, x, np.float64(threshold))
 
 
 @pytest.mark.by_day(1)
@@ -222,21 +225,21 @@ def test_derivatives_of_clip_by_value_also_at_the_bounds(shape, x, cotangent, da
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS)
 @pytest.mark.parametrize("entries", [[0, 0], [3, 4]])
-def test_derivative_at_zero_and_at_the_limit(name, entries):
-    x, ones, limit = np.float32(entries), np.ones(2, np.float32), np.float32(5)
-    limit = limit / 2 if name == "clip_by_average_norm" else limit
+def test_derivative_at_zero_and_at_the_threshold(name, entries):
+    x, ones, threshold = np.float32(entries), np.ones(2, np.float32), np.float32(5)
+    threshold = threshold / 2 if name == "clip_by_average_norm" else threshold
     ours, theirs = clips(name)
-    np.testing.assert_array_equal(pullback(ours)(ones, x, limit)[0], ones)
-    if any(entries):  # on purpose: at the limit ours is the identity, theirs is as above it
+    np.testing.assert_array_equal(pullback(ours)(ones, x, threshold)[0], ones)
+    if any(entries):  # on purpose: at the threshold ours is the identity, theirs is as above it
         expected = [0.16, -0.12]
     else:
         expected = [NAN, NAN] if name == "clip_by_global_norm" else ones
-    np.testing.assert_allclose(their_pullback(theirs, ones, x, limit)[0], expected, 1e-5)
+    np.testing.assert_allclose(their_pullback(theirs, ones, x, threshold)[0], expected, 1e-5)
 
 
 # Where they differ on purpose. This backs the table in `docs/coming.md`.
 
-FILLED = [  # the entry of four, the limit of their L2 norm: TensorFlow's three results, ours
+FILLED = [  # the entry of four, the threshold of their L2 norm: TensorFlow's three results, ours
     ("float32", 0, 0, (NAN, NAN, NAN), 0),
     ("float32", 0, INF, (NAN, NAN, NAN), 0),
     ("float32", 3, INF, (NAN, NAN, NAN), 3),
@@ -252,12 +255,12 @@ FILLED = [  # the entry of four, the limit of their L2 norm: TensorFlow's three 
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize(("dtype", "entry", "limit", "their_results", "our_result"), FILLED)
-def test_limits_and_range(dtype, entry, limit, their_results, our_result):
+@pytest.mark.parametrize(("dtype", "entry", "threshold", "their_results", "our_result"), FILLED)
+def test_thresholds_and_range(dtype, entry, threshold, their_results, our_result):
     x = jnp.full(4, entry, dtype)
     for name, their_result in zip(NORM_CLIPS, their_results, strict=True):
         ours, theirs = clips(name)
-        share = limit / (4 if name == "clip_by_average_norm" else 1)
+        share = threshold / (4 if name == "clip_by_average_norm" else 1)
         close = functools.partial(np.testing.assert_allclose, rtol=TOLERANCE[dtype])
         close(np.asarray(ours(x, share), np.float64), our_result)
         if their_result is None:
@@ -284,8 +287,10 @@ def test_float32_results_are_as_near_to_the_exact_ones(name):
     rng = np.random.default_rng(0)
     xs = rng.normal(size=(300, 10)).astype(np.float32)
     shares = rng.uniform(0.01, 0.1 if name == "clip_by_average_norm" else 1, 300).astype(np.float32)
-    limits = np.float64(shares) * (10 if name == "clip_by_average_norm" else 1)
-    exact = np.float64(xs) * np.minimum(1, limits / np.linalg.norm(np.float64(xs), axis=1))[:, None]
+    thresholds = np.float64(shares) * (10 if name == "clip_by_average_norm" else 1)
+    exact = (
+        np.float64(xs) * np.minimum(1, thresholds / np.linalg.norm(np.float64(xs), axis=1))[:, None]
+    )
     found = jax.jit(jax.vmap(ours))(xs, shares), list(map(theirs, xs, shares))
     our_error, their_error = (np.max(np.abs(np.float64(x) / exact - 1)) for x in found)
     assert our_error <= their_error < 3e-7
@@ -345,10 +350,10 @@ def test_integer_leaves(name):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS)
-def test_limit_that_is_no_scalar(name):
+def test_threshold_that_is_no_scalar(name):
     ours, theirs = clips(name)
-    x, limit = np.float32([3, 4]), np.float32([1, 2])
-    share = limit / 2 if name == "clip_by_average_norm" else limit
+    x, threshold = np.float32([3, 4]), np.float32([1, 2])
+    share = threshold / 2 if name == "clip_by_average_norm" else threshold
     np.testing.assert_allclose(theirs(x, share), [0.6, 1.6], 1e-6)
     with pytest.raises(ValueError, match="clip_norm must be a scalar"):
         ours(x, share)

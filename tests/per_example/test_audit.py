@@ -10,7 +10,7 @@ from scipy import stats
 
 from optaxclip import per_example
 
-CANARIES, DELTA, LIMIT = 2000, 1e-5, 1.0
+CANARIES, DELTA, THRESHOLD = 2000, 1e-5, 1.0
 
 
 def p_value(guesses, right, epsilon):
@@ -56,7 +56,7 @@ def drawn():
 def step(method, size, noise_multiplier, is_padding, key, batch):
     """One private step: canaries that are padding are out."""
     params = {"w": jnp.zeros((32, 32)), "rows": jnp.zeros((CANARIES, 4))}
-    clip = per_example.clipped_grad(loss_fn, LIMIT, method=method, microbatch_size=size)
+    clip = per_example.clipped_grad(loss_fn, THRESHOLD, method=method, microbatch_size=size)
     result = clip(params, *batch, is_padding=is_padding)
     return per_example.noisy_mean(result, noise_multiplier, key, CANARIES / 2)
 

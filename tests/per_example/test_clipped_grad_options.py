@@ -119,8 +119,8 @@ STATISTICS = {
     "haiku": lambda x: {"net/~/batch_norm/~/mean_ema": {"average": x}},
 }
 MAKERS = {
-    "vmap": functools.partial(per_example.clipped_grad, limit=1.0),
-    "ghost": functools.partial(per_example.clipped_grad, limit=1.0, method="ghost"),
+    "vmap": functools.partial(per_example.clipped_grad, threshold=1.0),
+    "ghost": functools.partial(per_example.clipped_grad, threshold=1.0, method="ghost"),
     "norms": per_example.grad_norms,
 }
 
@@ -171,22 +171,22 @@ def test_relations_of_dp_accounting_are_taken():
 
 
 @pytest.mark.slow
-def test_limits_by_name_count_as_often_as_there_are_groups():
-    limits = {"w": 3.0, "b": 4.0}
-    fn = per_example.clipped_grad(loss_fn, limits, scope=scopes.leaf())
+def test_thresholds_by_name_count_as_often_as_there_are_groups():
+    thresholds = {"w": 3.0, "b": 4.0}
+    fn = per_example.clipped_grad(loss_fn, thresholds, scope=scopes.leaf())
     assert fn.sensitivity(params=PARAMS) == 5.0
-    fn = per_example.clipped_grad(loss_fn, limits, scope=scopes.axes(0))
+    fn = per_example.clipped_grad(loss_fn, thresholds, scope=scopes.axes(0))
     np.testing.assert_allclose(fn.sensitivity("replace_one", PARAMS), 2 * (18 + 16) ** 0.5)
     options = {"scope": scopes.leaf(), "pre_clipping_transform": as_matrix}
     fn = per_example.clipped_grad(loss_fn, {"all": 2.0}, **options)
     assert fn.sensitivity(params=PARAMS) == 2.0
-    with pytest.raises(ValueError, match=r"limits are given by the names .* pass params="):
+    with pytest.raises(ValueError, match=r"thresholds are given by the names .* pass params="):
         fn.sensitivity()
 
 
-def test_a_traced_limit_has_a_traced_sensitivity():
+def test_a_traced_threshold_has_a_traced_sensitivity():
     @jax.jit
-    def step(limit):
-        return per_example.clipped_grad(loss_fn, limit).sensitivity("replace_one")
+    def step(threshold):
+        return per_example.clipped_grad(loss_fn, threshold).sensitivity("replace_one")
 
     assert step(0.25) == 0.5

@@ -65,18 +65,18 @@ def norms_by_leaf(name):
 
 @functools.cache
 def both_methods(name, scope):
-    """What comes of a model with a limit that clips half of the examples.
+    """What comes of a model with a threshold that clips half of the examples.
 
-    The limit; the result of either method; and, of the ghost method, what each example adds.
+    The threshold; the result of either method; and, of the ghost method, what each example adds.
     """
     model, norms = MODELS[name](), norms_by_leaf(name)
-    limits = {
+    thresholds = {
         "tree": float(np.median(np.linalg.norm(norms, axis=1))),
         "leaf": float(np.median(norms.max(1)) * norms.shape[1] ** 0.5),
     }
     ghost, vmap = (
         per_example.clipped_grad(
-            model.loss, limits[scope], method=method, scope=SCOPES[scope], has_aux=model.has_aux
+            model.loss, thresholds[scope], method=method, scope=SCOPES[scope], has_aux=model.has_aux
         )
         for method in ("ghost", "vmap")
     )
@@ -89,7 +89,7 @@ def both_methods(name, scope):
         results = {"ghost": jax.tree.map(lambda x: x[0], found), "vmap": vmap(params, *batch)}
         return results, [x[1:] for x in floats(found.grads)]
 
-    return limits[scope], *jax.jit(run)(model.params, *model.batch)
+    return thresholds[scope], *jax.jit(run)(model.params, *model.batch)
 
 
 @pytest.mark.by_day(1)
@@ -118,7 +118,7 @@ def test_norms_are_those_of_the_gradients(name, scope):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("name", "scope"), EVERY)
 def test_sums_are_those_of_the_clipped_gradients(name, scope):
-    limit, results, _ = both_methods(name, scope)
+    threshold, results, _ = both_methods(name, scope)
     ghost, vmap = results["ghost"], results["vmap"]
     assert ghost.losses.shape == vmap.losses.shape
     np.testing.assert_allclose(ghost.losses, vmap.losses, rtol=1e-5, atol=1e-6)
@@ -130,12 +130,12 @@ def test_sums_are_those_of_the_clipped_gradients(name, scope):
     for ours, theirs in zip(*map(floats, (ghost.grads, vmap.grads)), strict=True):
         assert ours.dtype == theirs.dtype
         error = np.linalg.norm(np.ravel(np.asarray(ours) - np.asarray(theirs)))
-        assert error <= max(ABOVE, MODELS[name]().digits) * limit
+        assert error <= max(ABOVE, MODELS[name]().digits) * threshold
 
 
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize(("name", "scope"), EVERY)
-def test_no_example_adds_more_than_the_limit_and_ordinary_ones_reach_it(name, scope):
+def test_no_example_adds_more_than_the_threshold_and_ordinary_ones_reach_it(name, scope):
     bound, _, alone = both_methods(name, scope)
     unclipped, added = norms_by_leaf(name), norms_of(alone)
     if scope == "leaf":

@@ -22,25 +22,25 @@ OPTIONS = {
     "own": {"response": lambda norm, trigger, target: 0.7 * target, "microbatch_size": 3},
 }
 ROUNDING = {"ghost": 3e-4, "vmap": 1e-5}
-"""In limits: how far sums of some ten examples are off, several of whose positions cancel."""
+"""In thresholds: how far sums of some ten examples are off, several of whose positions cancel."""
 
 
 def check(loss, params, batch, method, ordinary, **options):
     """Removes each example, and leaves each example alone, and compares norms and sums.
 
-    Limits are taken from so many examples, which come first.
+    Thresholds are taken from so many examples, which come first.
     """
     examples = len(jax.tree.leaves(batch)[0])
     each = np.eye(examples, dtype=bool)
     padding = np.concatenate([np.zeros((1, examples), bool), each, ~each])
 
     @jax.jit
-    def run(limit, params, *batch):
-        clip = per_example.clipped_grad(loss, limit, method=method, **options)
+    def run(threshold, params, *batch):
+        clip = per_example.clipped_grad(loss, threshold, method=method, **options)
         return lax.map(lambda flags: clip(params, *batch, is_padding=flags), padding)
 
-    for limit in limits_of(np.asarray(run(1.0, params, *batch).norms)[0, :ordinary]):
-        found = run(limit, params, *batch)
+    for threshold in thresholds_of(np.asarray(run(1.0, params, *batch).norms)[0, :ordinary]):
+        found = run(threshold, params, *batch)
         norms = np.asarray(found.norms).reshape(len(padding), examples, -1)
         expected = np.where(padding[..., None], 0, norms[:1])
         np.testing.assert_array_equal(norms, expected, "norms depend on other examples")
@@ -49,16 +49,16 @@ def check(loss, params, batch, method, ordinary, **options):
             for x in jax.tree.leaves(found.grads)
             if jnp.issubdtype(x.dtype, jnp.inexact)
         ]
-        sums = np.concatenate([x.reshape(len(x), -1) for x in leaves], 1) / limit
+        sums = np.concatenate([x.reshape(len(x), -1) for x in leaves], 1) / threshold
         whole, without, alone = np.split(sums, [1, 1 + examples])
-        # In float32 the limit itself is rounded.
+        # In float32 the threshold itself is rounded.
         assert np.all(np.linalg.norm(np.abs(alone), axis=1) <= 1 + 2.0**-24)
         changes = np.linalg.norm(np.abs(whole - without - alone), axis=1)
         assert np.all(changes <= ROUNDING[method]), changes
 
 
-def limits_of(norms):
-    """Limits that clip half and none of the ordinary examples, from their norms."""
+def thresholds_of(norms):
+    """Thresholds that clip half and none of the ordinary examples, from their norms."""
     norms = np.linalg.norm(norms.reshape(len(norms), -1), axis=1)
     return np.float32(np.median(norms)), np.float32(2 * norms.max())
 
@@ -180,7 +180,7 @@ def alike(count):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_example_that_loses_digits_does_not_change_the_others(method):
-    """It once changed the norms, and so the weights, of a thousand others: by 4.4 limits."""
+    """It once changed the norms, and so the weights, of a thousand others: by 4.4 thresholds."""
     x, d = alike(1024)
     clip = per_example.clipped_grad(of_layer, np.float32(0.156), method=method)
     with_it, without = (

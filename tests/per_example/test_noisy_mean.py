@@ -14,16 +14,16 @@ KEY = jax.random.key(0)
 noisy_mean = per_example.noisy_mean
 
 
-def zeros(limit=1.0, shape=(300, 300), dtype=jnp.float32, **options):
+def zeros(threshold=1.0, shape=(300, 300), dtype=jnp.float32, **options):
     """The clipped sum of gradients that are 0: what is added to it is noise."""
     grads = {name: jnp.zeros((2, *shape), dtype) for name in ("v", "w")}
-    return per_example.clip_sum(grads, limit, **options)
+    return per_example.clip_sum(grads, threshold, **options)
 
 
 @pytest.mark.slow
 def test_the_noise_is_that_of_the_sum_whatever_is_divided_by():
     """Added to the mean it would be a hundred times as large."""
-    noise = jax.jit(noisy_mean)(zeros(limit=2.0), 1.5, KEY, 100)
+    noise = jax.jit(noisy_mean)(zeros(threshold=2.0), 1.5, KEY, 100)
     both = np.asarray([noise["v"], noise["w"]])
     assert np.std(both[0]) == pytest.approx(2.0 * 1.5 / 100, rel=0.01)
     assert np.std(both[1]) == pytest.approx(2.0 * 1.5 / 100, rel=0.01)

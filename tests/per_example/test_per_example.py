@@ -42,27 +42,27 @@ def norms_of(examples):
 
 
 def draw(shapes, dtype, decades, count=1000):
-    """Random examples of all sizes, and limits below, at and above their norms."""
+    """Random examples of all sizes, and thresholds below, at and above their norms."""
     rng = np.random.default_rng(0)
     scale = 10 ** rng.uniform(*decades, count)
     largest = float(jnp.finfo(dtype).max)
     entries = [rng.standard_normal((count, *shape)).T * scale for shape in shapes]
     grads = [np.clip(x.T, -largest, largest).astype(dtype) for x in entries]
     true = norms_of(grads)
-    limits = true * rng.uniform(0.05, 1.2, count)
-    return grads, np.where(rng.random(count) < 0.3, true, limits).astype(F32)
+    thresholds = true * rng.uniform(0.05, 1.2, count)
+    return grads, np.where(rng.random(count) < 0.3, true, thresholds).astype(F32)
 
 
-def contributions(grads, limits, among=1, **options):
+def contributions(grads, thresholds, among=1, **options):
     """What each example adds to a sum in which it is alone, or among so many that are zero."""
 
-    def alone(example_and_limit):
-        example, limit = example_and_limit
+    def alone(example_and_threshold):
+        example, threshold = example_and_threshold
         batch = jax.tree.map(lambda x: jnp.stack([x, *[jnp.zeros_like(x)] * (among - 1)]), example)
-        return per_example.clip_sum(batch, limit, **options).grads
+        return per_example.clip_sum(batch, threshold, **options).grads
 
     run = jax.jit(lambda *args: jax.lax.map(alone, args), compiler_options=AS_USERS)
-    return run(grads, limits)
+    return run(grads, thresholds)
 
 
 # The bound
@@ -77,12 +77,12 @@ SOME = ("1 + 3", "20 x 30 + 30")
     ("dtype", "tree"),
     slow_unless(lambda dtype, tree: dtype == F32 or tree in SOME, product(DECADES, TREES)),
 )
-def test_no_example_contributes_more_than_the_limit(dtype, tree):
-    grads, limits = draw(TREES[tree], dtype, DECADES[dtype])
-    added = contributions(grads, limits)
+def test_no_example_contributes_more_than_the_threshold(dtype, tree):
+    grads, thresholds = draw(TREES[tree], dtype, DECADES[dtype])
+    added = contributions(grads, thresholds)
     assert all(leaf.dtype == F32 for leaf in added)
-    ratio = norms_of(added) / np.minimum(limits.astype(np.float64), norms_of(grads))
-    assert np.sum(norms_of(added) > limits.astype(np.float64)) == 0
+    ratio = norms_of(added) / np.minimum(thresholds.astype(np.float64), norms_of(grads))
+    assert np.sum(norms_of(added) > thresholds.astype(np.float64)) == 0
     assert ratio.min() > 1 - 2e-6
 
 
@@ -96,10 +96,10 @@ def test_no_example_contributes_more_than_the_limit(dtype, tree):
 )
 def test_bound_for_every_scope_and_response(scope, response):
     options, response = SCOPES[scope], RESPONSES[response]
-    grads, limits = draw([(4, 3), (3,), (2, 5)], F32, (-10, 10), count=300)
-    added = norms_of(contributions(grads, limits, response=response, **options))
-    assert np.all(added <= limits.astype(np.float64))
-    assert np.any(added > 0.5 * limits)
+    grads, thresholds = draw([(4, 3), (3,), (2, 5)], F32, (-10, 10), count=300)
+    added = norms_of(contributions(grads, thresholds, response=response, **options))
+    assert np.all(added <= thresholds.astype(np.float64))
+    assert np.any(added > 0.5 * thresholds)
 
 
 EQUAL = {
@@ -125,10 +125,10 @@ def test_bound_for_equal_entries(name, among):
         np.broadcast_to(sizes.reshape(-1, *[1] * len(shape)), (200, *shape))
         for shape in EQUAL[name]
     ]
-    limits = (0.5 * norms_of(grads)).astype(F32)
-    added = contributions(grads, limits, among=among)
-    assert np.all(norms_of(added) <= limits.astype(np.float64))
-    assert np.all(norms_of(added) > limits * (1 - 2e-6))
+    thresholds = (0.5 * norms_of(grads)).astype(F32)
+    added = contributions(grads, thresholds, among=among)
+    assert np.all(norms_of(added) <= thresholds.astype(np.float64))
+    assert np.all(norms_of(added) > thresholds * (1 - 2e-6))
 
 
 def test_bound_in_a_batch():
@@ -181,30 +181,30 @@ def test_examples_that_are_not_finite_contribute_nothing(bad, scope):
 
 
 def test_an_example_that_is_dropped_leaves_no_trace():
-    """Whether its other groups are above their limits or below them."""
+    """Whether its other groups are above their thresholds or below them."""
     grads = {"w": jnp.array([[jnp.nan, 5.0], [jnp.inf, 0.0]]), "b": jnp.array([[1.0], [0.1]])}
     result = per_example.clip_sum(grads, 1.0, scope=scopes.leaf())
     assert not np.any(result.grads["w"])
     assert not np.any(result.grads["b"])
 
 
-@pytest.mark.parametrize("limit", [-1.0, math.nan, F32(-1), np.float64("nan"), jnp.array(-1.0)])
-@pytest.mark.parametrize("limits", [lambda x: x, lambda x: {"0": x, "1": 1.0}])
-def test_concrete_limits_that_are_none(limit, limits):
+@pytest.mark.parametrize("threshold", [-1.0, math.nan, F32(-1), np.float64("nan"), jnp.array(-1.0)])
+@pytest.mark.parametrize("thresholds", [lambda x: x, lambda x: {"0": x, "1": 1.0}])
+def test_concrete_thresholds_that_are_none(threshold, thresholds):
     grads = [jnp.ones((2, 3)), jnp.ones((2, 3))]
-    with pytest.raises(ValueError, match=r"limit.*must not be negative or NaN"):
-        per_example.clip_sum(grads, limits(limit), scope=scopes.leaf())
+    with pytest.raises(ValueError, match=r"threshold.*must not be negative or NaN"):
+        per_example.clip_sum(grads, thresholds(threshold), scope=scopes.leaf())
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", ["tree", "leaf"])
-@pytest.mark.parametrize("limit", [-1.0, math.nan])
-def test_traced_limits_that_are_none_let_nothing_through(limit, scope):
+@pytest.mark.parametrize("threshold", [-1.0, math.nan])
+def test_traced_thresholds_that_are_none_let_nothing_through(threshold, scope):
     grads = [jnp.ones((2, 3)), jnp.zeros((2, 3))]
-    run = jax.jit(lambda limit: per_example.clip_sum(grads, limit, **SCOPES[scope]))
-    result = run(limit)
+    run = jax.jit(lambda threshold: per_example.clip_sum(grads, threshold, **SCOPES[scope]))
+    result = run(threshold)
     assert not np.any(np.asarray(result.grads))
-    assert int(result.num_dropped) == (2 if math.isnan(limit) else 0)
+    assert int(result.num_dropped) == (2 if math.isnan(threshold) else 0)
 
 
 @pytest.mark.by_day(1)
@@ -221,11 +221,11 @@ def test_zero_examples_and_no_examples(response):
     assert (nothing.grads, int(nothing.num_unclipped), nothing.norms.shape) == ({}, 0, (0,))
 
 
-def test_at_the_limit_and_below_it():
+def test_at_the_threshold_and_below_it():
     """Within rounding of it an example is lowered by that alone, and is unclipped; below, not."""
     grads = np.array([[3.0, 4.0], [0.6, 0.8]], F32)
-    for limit in (5.0, np.nextafter(F32(5), F32(0))):
-        counts = per_example.clip_sum(grads, limit)
+    for threshold in (5.0, np.nextafter(F32(5), F32(0))):
+        counts = per_example.clip_sum(grads, threshold)
         assert (int(counts.num_clipped), int(counts.num_unclipped)) == (0, 2)
     [at] = np.asarray(contributions([grads[:1]], np.array([5], F32))[0], np.float64)
     assert 5 * (1 - 2e-6) < np.linalg.norm(at) <= 5
@@ -286,12 +286,12 @@ def test_vectors_of_the_whole_tree():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
-    ("limit", "uniform", "sums", "counts"),
+    ("threshold", "uniform", "sums", "counts"),
     [(2**0.5, True, (1.5, 0.942809), (3, 4)), (19**0.5, False, (1.5, 4.0), (3, 0))],
 )
-def test_vectors_per_layer(limit, uniform, sums, counts):
+def test_vectors_per_layer(threshold, uniform, sums, counts):
     grads = [jnp.array([[0.5], [1.5], [-2.0], [3.0]]), jnp.ones((4, 3, 3, 2))]
-    total, found = optaxclip.per_example_layer_norm_clip(grads, limit, uniform)
+    total, found = optaxclip.per_example_layer_norm_clip(grads, threshold, uniform)
     np.testing.assert_allclose(total[0], [sums[0]], rtol=1e-6)
     np.testing.assert_allclose(total[1], np.full((3, 3, 2), sums[1]), rtol=1e-6)
     assert tuple(map(int, found)) == counts

@@ -78,7 +78,7 @@ def test_noise_has_the_wanted_size_and_differs_at_each_step():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", [2.0**-83, 2.0**66])
-def test_limits_whose_squares_leave_float32_get_their_noise(unit):
+def test_thresholds_whose_squares_leave_float32_get_their_noise(unit):
     by_name = [
         first_update(
             {"w": 3.0 * size, "b": 4.0 * size},
@@ -99,7 +99,7 @@ def test_noise_on_no_leaves():
 
 
 def test_no_key_is_used_twice():
-    tx = aggregate(per_example.quantile_limit(count_noise=1.0), 1.0, 0)
+    tx = aggregate(per_example.quantile_threshold(count_noise=1.0), 1.0, 0)
     grads, state = jnp.ones((1, 2)), tx.init(jnp.ones(2))
     with jax.debug_key_reuse(True):
         for _ in range(2):

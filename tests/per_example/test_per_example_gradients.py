@@ -37,11 +37,11 @@ IS_PADDING = np.arange(10) == 7
 
 @functools.cache
 def in_one_batch(scope):
-    """A limit that clips half of the examples, their losses and sums."""
+    """A threshold that clips half of the examples, their losses and sums."""
     losses, grads = losses_and_grads(*task())
-    limit = float(np.median(jax.jit(per_example.clip_sum)(grads, 1.0).norms))
+    threshold = float(np.median(jax.jit(per_example.clip_sum)(grads, 1.0).norms))
     clip_sum = jax.jit(functools.partial(per_example.clip_sum, scope=scope))
-    return limit, losses, clip_sum(grads, limit, is_padding=IS_PADDING)
+    return threshold, losses, clip_sum(grads, threshold, is_padding=IS_PADDING)
 
 
 def assert_close(tree, other):
@@ -63,8 +63,10 @@ def by_tree_and_leaf(quick, sizes):
     ("scope", "size"), by_tree_and_leaf([None, 1, 3, 10, 64], [None, 1, 2, 3, 4, 9, 10, 64])
 )
 def test_microbatches_give_the_same_sum(scope, size):
-    limit, losses, expected = in_one_batch(SCOPES[scope])
-    clipped = per_example.clipped_grad(loss_fn, limit, microbatch_size=size, scope=SCOPES[scope])
+    threshold, losses, expected = in_one_batch(SCOPES[scope])
+    clipped = per_example.clipped_grad(
+        loss_fn, threshold, microbatch_size=size, scope=SCOPES[scope]
+    )
     result = jax.jit(clipped)(*task(), is_padding=IS_PADDING)
     assert_close(result._replace(losses=None), expected)
     assert 0 < np.min(result.num_clipped) < 9
@@ -153,10 +155,10 @@ def test_where_nothing_has_a_gradient_all_examples_count_and_their_norms_are_zer
     @jax.jit
     def found():
         return [
-            per_example.clipped_grad(loss, limit, scope=scope, has_aux=True, microbatch_size=size)(
-                params, jnp.ones((4, 2))
-            )
-            for scope, limit in NO_GROUPS
+            per_example.clipped_grad(
+                loss, threshold, scope=scope, has_aux=True, microbatch_size=size
+            )(params, jnp.ones((4, 2)))
+            for scope, threshold in NO_GROUPS
             for size in (None, 3)
         ]
 

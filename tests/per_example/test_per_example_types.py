@@ -1,4 +1,4 @@
-"""Limits and gradients of different dtypes, and batches of none and one."""
+"""Thresholds and gradients of different dtypes, and batches of none and one."""
 
 import functools
 from itertools import product
@@ -14,7 +14,7 @@ from optaxclip import per_example, scopes
 
 pytestmark = pytest.mark.usefixtures("x64")
 F32, F64 = np.float32, np.float64
-LIMITS = {
+THRESHOLDS = {
     "number": (lambda number: number, {}),
     "leaves": (lambda number: number, {"scope": scopes.leaf()}),
     "units by size": (lambda number: number, {"scope": scopes.unit(), "split": "size"}),
@@ -31,27 +31,28 @@ def trees(examples, dtype):
     }
 
 
-def alone(limits, options, example):
+def alone(thresholds, options, example):
     batch = {name: x[None] for name, x in example.items()}
-    return per_example.clip_sum(batch, limits, **options).grads
+    return per_example.clip_sum(batch, thresholds, **options).grads
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("how", "dtype"),
     slow_unless(
-        lambda how, dtype: dtype == "both" or how == "number", product(LIMITS, (F32, F64, "both"))
+        lambda how, dtype: dtype == "both" or how == "number",
+        product(THRESHOLDS, (F32, F64, "both")),
     ),
 )
 def test_the_bound_where_dtypes_differ(how, dtype):
     """In float64 to its digits, where all leaves are; a number of float32 is exact in it."""
-    make, options = LIMITS[how]
+    make, options = THRESHOLDS[how]
     grads, number = trees(20, dtype), F32(0.7)
-    limits = (number, jnp.asarray(number), jnp.asarray(F64(number)), float(number))
+    thresholds = (number, jnp.asarray(number), jnp.asarray(F64(number)), float(number))
 
     @jax.jit
     def for_each(grads):
-        return [jax.lax.map(functools.partial(alone, make(x), options), grads) for x in limits]
+        return [jax.lax.map(functools.partial(alone, make(x), options), grads) for x in thresholds]
 
     for added in for_each(grads):
         assert {name: x.dtype for name, x in added.items()} == {
@@ -70,8 +71,8 @@ def test_the_bound_where_dtypes_differ(how, dtype):
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_an_aggregate_with_noise(dtype):
     grads = trees(8, dtype)
-    for limit in (F32(1), jnp.ones((), F64), lambda count: jnp.ones((), F64)):
-        tx = optaxclip.per_example_clip_and_aggregate(limit, F64(1), 0, scope=scopes.leaf())
+    for threshold in (F32(1), jnp.ones((), F64), lambda count: jnp.ones((), F64)):
+        tx = optaxclip.per_example_clip_and_aggregate(threshold, F64(1), 0, scope=scopes.leaf())
         state = tx.init(grads)
         updates, new_state = jax.eval_shape(tx.update, grads, state)
         assert {x.dtype for x in updates.values()} == {np.dtype(dtype)}

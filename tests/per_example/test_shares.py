@@ -1,4 +1,4 @@
-"""What of the limit each group has where groups have limits of their own."""
+"""What of the threshold each group has where groups have thresholds of their own."""
 
 import functools
 
@@ -27,7 +27,7 @@ def test_a_scope_that_is_none_is_the_whole_example():
     assert per_example.clip_sum(grads, 1.0, scope=None).norms == 5
 
 
-def test_nothing_is_above_a_limit_of_zero():
+def test_nothing_is_above_a_threshold_of_zero():
     found = per_example.clip_sum(jnp.array([[0.0, 0.0], [0.0, 1e-20]]), 0.0)
     assert (int(found.num_clipped), int(found.num_unclipped)) == (1, 1)
     assert not np.any(found.grads)
@@ -39,7 +39,7 @@ def test_huge_and_small_examples_in_one_batch():
 
 
 def test_factors_beyond_float32_normalize_as_all_others_do():
-    """For the first example the limit is 2e49 times its norm."""
+    """For the first example the threshold is 2e49 times its norm."""
     grads = jnp.array([[3e-30, 4e-30], [0.3, 0.4]])
     found = per_example.clip_sum(grads, 1e20, response="normalize").grads
     np.testing.assert_allclose(found, [1.2e20, 1.6e20], rtol=2e-6)
@@ -49,11 +49,11 @@ def test_trees_without_anything_to_measure():
     found = jax.jit(per_example.clip_sum)({"count": jnp.ones(4, int)}, 1.0)
     np.testing.assert_array_equal(found.norms, np.zeros(4))
     assert (int(found.num_unclipped), int(found.num_dropped)) == (4, 0)
-    by_name = functools.partial(per_example.clip_sum, limit={"w": 1.0}, scope=scopes.leaf())
+    by_name = functools.partial(per_example.clip_sum, threshold={"w": 1.0}, scope=scopes.leaf())
     assert jax.eval_shape(by_name, {}).norms.shape == (0, 0)
 
 
-def test_a_response_above_the_limit_is_brought_to_it():
+def test_a_response_above_the_threshold_is_brought_to_it():
     found = per_example.clip_sum(jnp.array([[0.3, 0.4]]), 1.0, response=lambda *numbers: 9.0)
     np.testing.assert_allclose(found.grads, [0.6, 0.8], rtol=2e-6)
 

@@ -27,12 +27,14 @@ def test_loss_curves_cut_explosions_off_and_cross_them_out():
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize("limits", [{"ylim": (0.02, 2.0), "yscale": "log"}, {"xlim": (0.0, 0.1)}])
-def test_crosses_stay_at_the_edge_of_axes_whose_limits_are_set_later(limits):
+@pytest.mark.parametrize(
+    "thresholds", [{"ylim": (0.02, 2.0), "yscale": "log"}, {"xlim": (0.0, 0.1)}]
+)
+def test_crosses_stay_at_the_edge_of_axes_whose_thresholds_are_set_later(thresholds):
     figure = Figure(figsize=(10.0, 4.2), layout="constrained")
     for ax in figure.subplots(1, 2):
         plots.loss_curves({"lost": [1e30, 1e3, np.nan], "clipped": [0.3, 0.2, 0.2]}, ax=ax)
-        ax.set(**limits)
+        ax.set(**thresholds)
     figure.draw_without_rendering()
     whole = figure.bbox
     for ax in figure.axes:
@@ -73,9 +75,9 @@ def test_curves_mark_points_without_neighbors(draw):
 
 
 def test_norm_curves_have_a_legend_on_axes_of_their_own():
-    ax = plots.norm_curves({"a": np.geomspace(1, 1e9, 5)}, limit=2.0)
+    ax = plots.norm_curves({"a": np.geomspace(1, 1e9, 5)}, threshold=2.0)
     assert ax.get_yscale() == "log"
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "limit 2"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "threshold 2"]
     assert ax.lines[0].get_xdata()[0] == 0
 
 
@@ -114,10 +116,10 @@ def test_curves_are_given_by_the_name_of_their_run(draw, series):
         draw(series)
 
 
-@pytest.mark.parametrize("limit", [np.array([1.0, 1.5]), [1.0, 1.5], {"a": 1.0}, "1.0", True])
-def test_norm_curves_need_number_as_limit(limit):
-    with pytest.raises(TypeError, match=r"^limit must be a number, got .*; plots\.norms_over"):
-        plots.norm_curves({"a": [1.0, 2.0]}, limit=limit)
+@pytest.mark.parametrize("threshold", [np.array([1.0, 1.5]), [1.0, 1.5], {"a": 1.0}, "1.0", True])
+def test_norm_curves_need_number_as_threshold(threshold):
+    with pytest.raises(TypeError, match=r"^threshold must be a number, got .*; plots\.norms_over"):
+        plots.norm_curves({"a": [1.0, 2.0]}, threshold=threshold)
 
 
 @pytest.mark.by_day(2)

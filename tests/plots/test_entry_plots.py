@@ -28,7 +28,7 @@ def by_hand(counts, exponents):
 
 
 def drawn(histogram, **options):
-    return plots.entry_histogram(histogram, ax=Figure().subplots(), **options)
+    return plots.element_histogram(histogram, ax=Figure().subplots(), **options)
 
 
 def bars(ax, label):
@@ -127,4 +127,4 @@ def test_the_sizes_of_float64_and_many_rows():
 )
 def test_bad_input(histogram, dtypes, error, message):
     with pytest.raises(error, match=message):
-        plots.entry_histogram(histogram, dtypes=dtypes)
+        plots.element_histogram(histogram, dtypes=dtypes)

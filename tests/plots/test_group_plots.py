@@ -49,7 +49,7 @@ def test_a_heatmap_has_the_ends_of_its_statistic():
     ):
         ax = plots.heatmap(values, ["w", "b"], range(10, 10 + len(values)), stat=stat, ax=axes())
         mesh, (_, bar) = ax.collections[0], ax.figure.axes
-        assert bar.get_ylabel() == groups.LOOKS[stat].label
+        assert bar.get_ylabel() == groups.HEATMAP_STYLES[stat].label
         places = mesh.get_coordinates()[0, :, 0]
         assert ((places[1:] + places[:-1]) / 2).tolist() == [*range(10, 10 + len(values))]
         assert (mesh.norm.vmin, mesh.norm.vmax) == ends, stat
@@ -61,7 +61,7 @@ def test_a_heatmap_has_the_ends_of_its_statistic():
 def test_all_that_a_record_keeps_can_be_shown():
     from optaxclip.monitor.statistics import STATISTICS
 
-    assert list(groups.LOOKS) == list(STATISTICS)
+    assert list(groups.HEATMAP_STYLES) == list(STATISTICS)
     tx = monitor.record(3, scope=scopes.leaf(), stats=tuple(STATISTICS))
     grads = {"w": np.ones(2, np.float32), "b": np.zeros(3, np.float32)}
     state = tx.init(grads)

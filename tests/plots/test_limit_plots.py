@@ -1,4 +1,4 @@
-"""Pictures of limits: what they mark, and that they draw where they are told to."""
+"""Pictures of thresholds: what they mark, and that they draw where they are told to."""
 
 import dataclasses
 import sys
@@ -26,11 +26,11 @@ def line(ax, label):
     return next(line for line in ax.lines if line.get_label() == label)
 
 
-def test_norms_over_steps_marks_what_is_above_a_limit():
+def test_norms_over_steps_marks_what_is_above_a_threshold():
     ax, norms = axes(), [1.0, 3.0, np.nan, 2.0, 0.0, np.inf]
     assert plots.norms_over_steps(norms, 2.0, steps=range(10, 16), ax=ax) is ax
-    assert labels(ax) == ["norm", "above the limit (1)", "limit 2", "not finite (2)"]
-    assert line(ax, "above the limit (1)").get_xydata().tolist() == [[11.0, 3.0]]
+    assert labels(ax) == ["norm", "above the threshold (1)", "threshold 2", "not finite (2)"]
+    assert line(ax, "above the threshold (1)").get_xydata().tolist() == [[11.0, 3.0]]
     assert line(ax, "not finite (2)").get_xdata().tolist() == [12, 15]
     assert (ax.get_yscale(), ax.get_ylabel()) == ("log", "gradient norm")
     assert ax.get_legend() is None
@@ -45,16 +45,16 @@ def test_pictures_of_results_say_who_returns_them():
             draw(np.ones(3))
 
 
-def test_norms_over_steps_with_a_limit_for_each_step_or_none():
+def test_norms_over_steps_with_a_threshold_for_each_step_or_none():
     ax = plots.norms_over_steps([1.0, 2.0, 1.0], [0.5, 3.0, np.inf], ax=axes())
-    assert labels(ax)[1:] == ["above the limit (1)", "limit"]
-    np.testing.assert_array_equal(line(ax, "limit").get_ydata(), [0.5, 3.0, np.nan])
+    assert labels(ax)[1:] == ["above the threshold (1)", "threshold"]
+    np.testing.assert_array_equal(line(ax, "threshold").get_ydata(), [0.5, 3.0, np.nan])
     assert labels(plots.norms_over_steps([1.0, 2.0], ax=axes())) == ["norm"]
 
 
 def test_norms_over_steps_marks_points_without_neighbors():
     ax = plots.norms_over_steps([2.0], 1.0, ax=axes())
-    for label in ("norm", "limit 1"):
+    for label in ("norm", "threshold 1"):
         assert (line(ax, label).get_marker(), line(ax, label).get_markevery()) == ("o", [0])
     ax = plots.norms_over_steps([np.nan, 2.0, np.inf, 1.0, 3.0, 0.0, 4.0], ax=axes())
     assert line(ax, "norm").get_markevery() == [1, 6]
@@ -66,12 +66,16 @@ def test_norms_over_steps_marks_points_without_neighbors():
     [
         (
             [],
-            {"limit": 1.0},
+            {"threshold": 1.0},
             "norms must have at least one entry, got none; record some steps first",
         ),
         (np.ones((3, 2)), {}, r"norms must have one axis, got the shape \(3, 2\); of a record"),
         (3.0, {}, r"norms must have one axis, got the shape \(\)"),
-        ([1.0], {"limit": [1.0, 2.0]}, r"limit must be one, or one for each of 1 norms, got .*2,"),
+        (
+            [1.0],
+            {"threshold": [1.0, 2.0]},
+            r"threshold must be one, or one for each of 1 norms, got .*2,",
+        ),
         (
             [1.0],
             {"steps": [1, 2]},
@@ -110,21 +114,21 @@ def test_histogram_counts_every_norm(spikes):
     assert plots.norm_histogram(suggestion, ax=ax) is ax
     heights = [sum(bar.get_height() for bar in bars) for bars in ax.containers]
     assert heights == [500 - len(spikes), len(spikes)][: 1 + bool(spikes)]
-    assert ax.lines[0].get_xdata()[0] == suggestion.limit
+    assert ax.lines[0].get_xdata()[0] == suggestion.threshold
     lowest, highest = ax.get_ylim()
     assert lowest < 1 < max(bar.get_height() for bars in ax.containers for bar in bars) < highest
-    assert f"limit {suggestion.limit:.3g}, clips" in labels(ax)[-1] + labels(ax)[0]
+    assert f"threshold {suggestion.threshold:.3g}, clips" in labels(ax)[-1] + labels(ax)[0]
 
 
-def test_no_ordinary_bar_lies_beyond_the_limit():
+def test_no_ordinary_bar_lies_beyond_the_threshold():
     rng = np.random.default_rng(0)
     level = np.where(np.arange(800) < 200, 3.0, 1.0)
     suggestion = tuning.suggest(level * np.exp(0.3 * rng.normal(size=800)))
     assert suggestion.counted.sum() > 600
-    limit = dataclasses.replace(suggestion, limit=2.0)
-    ax = plots.norm_histogram(limit, ax=axes())
+    threshold = dataclasses.replace(suggestion, threshold=2.0)
+    ax = plots.norm_histogram(threshold, ax=axes())
     bars = {bars.get_label().split(" (")[0]: bars for bars in ax.containers}
-    assert set(bars) >= {"ordinary", "above the limit, no spikes"}
+    assert set(bars) >= {"ordinary", "above the threshold, no spikes"}
     for label, of_label in bars.items():
         edges = [
             b.get_x() + b.get_width() * (label == "ordinary") for b in of_label if b.get_height()
@@ -157,13 +161,23 @@ def test_heatmap_refuses_other_shapes(shape, names):
 DIVERGED = "diverged: not finite, or above the first loss"
 
 
-def result(final, limit):
+def result(final, threshold):
     final = np.asarray(final, np.float32)
-    limits = np.geomspace(0.1, 10.0, len(final)).astype(np.float32)
+    thresholds = np.geomspace(0.1, 10.0, len(final)).astype(np.float32)
     nothing = np.zeros((*final.shape, 1), np.float32)
     noises = np.full(len(final), 0.1)
     return SweepResult(
-        limits, None, nothing, nothing, nothing, final, np.isinf(final), 0.1, limit, None, noises
+        thresholds,
+        None,
+        nothing,
+        nothing,
+        nothing,
+        final,
+        np.isinf(final),
+        0.1,
+        threshold,
+        None,
+        noises,
     )
 
 
@@ -176,7 +190,7 @@ def test_sweep_curve_shows_diverged_runs(seeds):
     crosses = line(ax, DIVERGED).get_xdata()
     np.testing.assert_allclose(crosses, [10.0] * seeds)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [2.0, 1.0, np.nan])
-    assert "suggested limit 1" in labels(ax)
+    assert "suggested threshold 1" in labels(ax)
     (bars,) = ax.containers
     assert bars.get_label() == "noise: as good as the best if it reaches that line"
     ends = [end[:, 1].tolist() for end in bars.lines[2][0].get_segments()]
@@ -192,7 +206,7 @@ def test_sweep_curve_has_a_mean_of_the_seeds_that_did_not_diverge_and_a_dot_for_
     shown = np.where(np.isinf(final), np.nan, final).ravel()
     np.testing.assert_array_equal(dots[0].get_ydata(), shown)
     np.testing.assert_allclose(dots[0].get_xdata(), np.repeat(np.geomspace(0.1, 10, 4), 2), 1e-6)
-    # Limits with a diverged run have no bar, and the dotted line is the best of the others.
+    # Thresholds with a diverged run have no bar, and the dotted line is the best of the others.
     (bars,) = ax.containers
     np.testing.assert_allclose(
         [end[:, 1] for end in bars.lines[2][0].get_segments()], [[2.4, 2.5], [1.4, 1.5]]
@@ -200,7 +214,7 @@ def test_sweep_curve_has_a_mean_of_the_seeds_that_did_not_diverge_and_a_dot_for_
     (best,) = (x for x in ax.lines if x.get_linestyle() == ":")
     assert best.get_ydata()[0] == 1.5
     np.testing.assert_allclose(line(ax, DIVERGED).get_xdata(), [10 ** (1 / 3), 10, 10], 1e-6)
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("limit", "final loss")
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("threshold", "final loss")
 
 
 def test_sweep_curve_where_nothing_diverged():
@@ -218,8 +232,8 @@ def test_a_warm_up_is_shaded_and_named_where_it_lies():
     assert span.get_label() == f"warm-up ({found.warmup_steps}), not counted"
     left, right = span.get_x(), span.get_x() + span.get_width()
     assert (left, right) == (100, 100 + found.warmup_steps)
-    # Norms of the warm-up are above the limit, but not marked.
-    assert "above the limit (0)" in labels(over_steps)
+    # Norms of the warm-up are above the threshold, but not marked.
+    assert "above the threshold (0)" in labels(over_steps)
     plots.norm_histogram(found, ax=histogram)
     assert histogram.get_ylabel() == "number of steps after the warm-up"
     assert histogram.get_xlabel() == "gradient norm"
@@ -267,7 +281,7 @@ def test_a_legend_of_large_letters_fits_in_the_figure():
     suggestion = tuning.suggest(norms_with_spikes())
     with matplotlib.rc_context({"font.size": 13}):
         figure = Figure(figsize=(5.0, 4.2), layout="constrained")
-        suggestion = dataclasses.replace(suggestion, limit=1.2)
+        suggestion = dataclasses.replace(suggestion, threshold=1.2)
         legend_below(plots.norm_histogram(suggestion, ax=figure.subplots()))
         figure.draw_without_rendering()
     box = figure.axes[0].get_legend().get_window_extent()

@@ -1,4 +1,4 @@
-"""A limit for each group by name: numbers, schedules and rules side by side."""
+"""A threshold for each group by name: numbers, schedules and rules side by side."""
 
 import functools
 
@@ -14,7 +14,7 @@ import optaxclip
 from optaxclip import scopes, thresholds
 
 NAMES = ("constant", "past", "relative", "schedule")
-LIMITS = {
+THRESHOLDS = {
     "schedule": optax.linear_schedule(2.0, 0.5, 6),
     "past": thresholds.percentile(50.0, window=3),
     "relative": thresholds.relative_to_params(0.5),
@@ -36,7 +36,7 @@ def steps(count):
 PARAMS, STEPS = trees(0), steps(8)
 
 
-def limits_and_updates(tx, steps, params):
+def thresholds_and_updates(tx, steps, params):
     @jax.jit
     def run(steps, params):
         def step(state, grads):
@@ -51,27 +51,29 @@ def limits_and_updates(tx, steps, params):
 @functools.cache
 def alone(name):
     """The updates and the record of one group by itself."""
-    tx = optaxclip.clip_by(scopes.tree(), LIMITS[name])
-    return limits_and_updates(tx, STEPS[name], PARAMS[name])[1]
+    tx = optaxclip.clip_by(scopes.tree(), THRESHOLDS[name])
+    return thresholds_and_updates(tx, STEPS[name], PARAMS[name])[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.axes(-1)], ids=["vector", "dict"])
 def test_each_group_has_its_own_rule(scope):
-    state, (updates, info) = limits_and_updates(optaxclip.clip_by(scope, LIMITS), STEPS, PARAMS)
+    state, (updates, info) = thresholds_and_updates(
+        optaxclip.clip_by(scope, THRESHOLDS), STEPS, PARAMS
+    )
     assert set(state.rule) == set(NAMES)
     for i, name in enumerate(NAMES):
         expected, of_one = alone(name)
         np.testing.assert_allclose(updates[name], expected, rtol=1e-6)
-        np.testing.assert_allclose(info.limit[:, i], of_one.limit, rtol=1e-6)
+        np.testing.assert_allclose(info.threshold[:, i], of_one.threshold, rtol=1e-6)
         assert 0 < info.num_clipped[-1, i] < 8
 
 
 def test_the_only_group():
     rule = thresholds.percentile(50.0, window=3)
     by_name, alone = (optaxclip.clip_by(scopes.tree(), x) for x in ({"tree": rule}, rule))
-    state, found = limits_and_updates(by_name, STEPS, PARAMS)
-    assert_same(found, limits_and_updates(alone, STEPS, PARAMS)[1])
+    state, found = thresholds_and_updates(by_name, STEPS, PARAMS)
+    assert_same(found, thresholds_and_updates(alone, STEPS, PARAMS)[1])
     assert list(state.rule) == ["tree"]
 
 
@@ -98,10 +100,10 @@ def test_a_tree_without_leaves_needs_no_rule(tree):
 
 
 def test_once():
-    tree, info = optaxclip.clip_tree(at(STEPS, 0), LIMITS, scope=scopes.leaf(), params=PARAMS)
-    clip = optaxclip.clip_by(scopes.leaf(), LIMITS)
+    tree, info = optaxclip.clip_tree(at(STEPS, 0), THRESHOLDS, scope=scopes.leaf(), params=PARAMS)
+    clip = optaxclip.clip_by(scopes.leaf(), THRESHOLDS)
     assert_same(tree, clip.update(at(STEPS, 0), clip.init(PARAMS), PARAMS)[0])
-    assert info.limit[NAMES.index("schedule")] == 2.0
+    assert info.threshold[NAMES.index("schedule")] == 2.0
 
 
 def test_a_rule_around_a_schedule():
@@ -109,15 +111,15 @@ def test_a_rule_around_a_schedule():
     inner = thresholds.schedule(optax.linear_schedule(2.0, 1.0, 10))
 
     def update(inner, norms, state, param_norms):
-        limits, state = inner.update(norms, state["inner"], param_norms)
-        return limits, {"inner": state}
+        threshold_values, state = inner.update(norms, state["inner"], param_norms)
+        return threshold_values, {"inner": state}
 
     init = Partial(lambda inner, norms: {"inner": inner.init(norms)}, inner)
-    tx = optaxclip.clip_by(scopes.tree(), optaxclip.Threshold(init, Partial(update, inner)))
+    tx = optaxclip.clip_by(scopes.tree(), optaxclip.ThresholdRule(init, Partial(update, inner)))
     state = tx.init(PARAMS)
     for _ in range(2):
         _, state = tx.update(PARAMS, state)
-    assert (state.info.limit, state.rule["inner"]) == (np.float32(1.9), 2)
+    assert (state.info.threshold, state.rule["inner"]) == (np.float32(1.9), 2)
 
 
 @pytest.mark.by_day(1)
@@ -125,7 +127,7 @@ def test_a_rule_around_a_schedule():
 def test_a_schedule_below_0_acts_as_0(value):
     tx = optaxclip.clip_by(scopes.tree(), lambda count: value)
     updates, state = tx.update(PARAMS, tx.init(PARAMS))
-    assert state.info.limit == 0
+    assert state.info.threshold == 0
     assert_same(updates, jax.tree.map(jnp.zeros_like, PARAMS))
 
 
@@ -134,11 +136,11 @@ LABELLED = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(4, 4.0)}
 
 @pytest.mark.parametrize("record", [True, False])
 @pytest.mark.parametrize("wrapper", ["masked", "partition"])
-def test_a_part_of_a_tree_leaves_the_limits_of_the_rest_unused(wrapper, record):
+def test_a_part_of_a_tree_leaves_the_thresholds_of_the_rest_unused(wrapper, record):
     """But each of its groups needs one, and in a whole tree a name without leaves is an error."""
 
-    def part(limits):
-        tx = optaxclip.clip_by(scopes.group(label), limits, record=record)
+    def part(threshold_values):
+        tx = optaxclip.clip_by(scopes.group(label), threshold_values, record=record)
         if wrapper == "masked":
             return optax.masked(tx, {"w": True, "b": False})
         return optax.partition({"x": tx, "y": optax.identity()}, {"w": "x", "b": "y"})
@@ -150,5 +152,5 @@ def test_a_part_of_a_tree_leaves_the_limits_of_the_rest_unused(wrapper, record):
     with pytest.raises(ValueError, match=r"groups \['mtarix', 'vector'\], .* are \['matrix'\]"):
         part({"mtarix": 1.0, "vector": 2.0}).update(LABELLED, tx.init(LABELLED), LABELLED)
     whole = optaxclip.clip_by(scopes.group(label), dict.fromkeys(("matrix", "vector", "vectro"), 1))
-    with pytest.raises(ValueError, match="limits are given for the groups"):
+    with pytest.raises(ValueError, match="thresholds are given for the groups"):
         whole.init(LABELLED)

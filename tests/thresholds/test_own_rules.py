@@ -11,42 +11,53 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import Limits, Threshold, clip_by, ops, scopes, skip_above, thresholds
+from optaxclip import ThresholdRule, Thresholds, clip_by, ops, scopes, skip_above, thresholds
 
 GRADS = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
 RETURNS = {
     "norms": (
         lambda n, s: n,
-        r"must return \(Limits\(trigger, target\), state\), got float32\[2\]",
+        r"must return \(Thresholds\(trigger, target\), state\), got float32\[2\]",
     ),
-    "only limits": (lambda n, s: Limits(n, n), "got Limits alone, without the state"),
-    "swapped": (lambda n, s: (s, Limits(n, n)), "got the two in the other order"),
+    "only thresholds": (lambda n, s: Thresholds(n, n), "got Thresholds alone, without the state"),
+    "swapped": (lambda n, s: (s, Thresholds(n, n)), "got the two in the other order"),
     "a pair": (
         lambda n, s: ((n, n), s),
         r"got a tuple of a tuple of float32\[2\] and float32\[2\]",
     ),
     "nothing": (lambda n, s: None, "got None of type NoneType"),
-    "three": (lambda n, s: (Limits(n, n), s, s), "state.*, got a tuple of Limits"),
+    "three": (lambda n, s: (Thresholds(n, n), s, s), "state.*, got a tuple of Thresholds"),
     "a dict": (lambda n, s: {"trigger": n}, "got {.* of type dict"),
-    "floats": (lambda n, s: (Limits(1.0, 1.0), s), r"trigger is 1\.0 of .* jnp\.full_like\(norms"),
-    "one float": (lambda n, s: (Limits(n, 1), s), r"like the norms, float32\[2\]; target is 1 of"),
-    "one scalar": (lambda n, s: (Limits(n, jnp.max(n)), s), r"target is float32\[\]\. For one"),
-    "too few": (lambda n, s: (Limits(n[:1], n), s), r"trigger is float32\[1\]"),
-    "a list": (lambda n, s: (Limits(n, [n]), s), r"target is a list of float32\[2\]"),
-    "bools": (lambda n, s: (Limits(n > 1, n), s), r"trigger is bool\[2\]"),
-    "complex": (lambda n, s: (Limits(n, n.astype(complex)), s), r"target is complex64\[2\]"),
-    "no state": (lambda n, s: (Limits(n, n), None), r"last one, int32\[\], got None of type"),
-    "more state": (lambda n, s: (Limits(n, n), (s, n)), r"int32\[\], got a tuple of int32\[\] and"),
+    "floats": (
+        lambda n, s: (Thresholds(1.0, 1.0), s),
+        r"trigger is 1\.0 of .* jnp\.full_like\(norms",
+    ),
+    "one float": (
+        lambda n, s: (Thresholds(n, 1), s),
+        r"like the norms, float32\[2\]; target is 1 of",
+    ),
+    "one scalar": (lambda n, s: (Thresholds(n, jnp.max(n)), s), r"target is float32\[\]\. For one"),
+    "too few": (lambda n, s: (Thresholds(n[:1], n), s), r"trigger is float32\[1\]"),
+    "a list": (lambda n, s: (Thresholds(n, [n]), s), r"target is a list of float32\[2\]"),
+    "bools": (lambda n, s: (Thresholds(n > 1, n), s), r"trigger is bool\[2\]"),
+    "complex": (lambda n, s: (Thresholds(n, n.astype(complex)), s), r"target is complex64\[2\]"),
+    "no state": (lambda n, s: (Thresholds(n, n), None), r"last one, int32\[\], got None of type"),
+    "more state": (
+        lambda n, s: (Thresholds(n, n), (s, n)),
+        r"int32\[\], got a tuple of int32\[\] and",
+    ),
     "wide state": (
-        lambda n, s: (Limits(n, n), s + jnp.zeros(2, int)),
+        lambda n, s: (Thresholds(n, n), s + jnp.zeros(2, int)),
         r"int32\[\], got int32\[2\]",
     ),
-    "float state": (lambda n, s: (Limits(n, n), s + 1.0), r"int32\[\], got float32\[\]"),
+    "float state": (lambda n, s: (Thresholds(n, n), s + 1.0), r"int32\[\], got float32\[\]"),
 }
 
 
 def own(update, state=0):
-    return Threshold(lambda norms: jnp.asarray(state), lambda norms, state, _: update(norms, state))
+    return ThresholdRule(
+        lambda norms: jnp.asarray(state), lambda norms, state, _: update(norms, state)
+    )
 
 
 @pytest.mark.by_day(5)
@@ -58,21 +69,25 @@ def test_what_an_update_must_return_is_said(wrong):
         jax.jit(tx.update)(GRADS, tx.init(GRADS))
     by_label = clip_by(scopes.group({"w": "a", "b": "b"}), {"a": 1.0, "b": own(update)})
     if wrong not in ("floats", "one float", "one scalar", "too few", "bools", "complex"):
-        with pytest.raises((TypeError, ValueError), match=r"^the limit of 'b': the update of "):
+        with pytest.raises((TypeError, ValueError), match=r"^the threshold of 'b': the update of "):
             by_label.update(GRADS, by_label.init(GRADS))
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("wrap", [skip_above, "loss", "tree"])
 def test_it_is_said_wherever_a_rule_is_used(wrap):
-    rule = own(lambda norms, state: (Limits(1.0, 1.0), state))
+    rule = own(lambda norms, state: (Thresholds(1.0, 1.0), state))
     if wrap == "tree":
-        with pytest.raises(TypeError, match="clip_tree: the update of a limit rule must return"):
+        with pytest.raises(
+            TypeError, match="clip_tree: the update of a threshold rule must return"
+        ):
             optaxclip.clip_tree(GRADS, rule, scope=scopes.leaf())
         return
-    limits = {"limit": rule} if wrap is skip_above else {"limit": 1.0, "loss_limit": rule}
-    tx = skip_above(optax.sgd(1.0), **limits)
-    with pytest.raises(TypeError, match="skip_above: the update of a limit rule must return"):
+    threshold_values = (
+        {"threshold": rule} if wrap is skip_above else {"threshold": 1.0, "loss_threshold": rule}
+    )
+    tx = skip_above(optax.sgd(1.0), **threshold_values)
+    with pytest.raises(TypeError, match="skip_above: the update of a threshold rule must return"):
         tx.update(GRADS, tx.init(GRADS), value=1.0)
 
 
@@ -80,9 +95,9 @@ def test_it_is_said_wherever_a_rule_is_used(wrap):
 @pytest.mark.parametrize(
     ("update", "expected"),
     [
-        (lambda n, s: (Limits(jnp.full_like(n, 2), n), s + 1), 2.0),
-        (lambda n, s: (Limits(jnp.where(n > 1, 2, 3), n), s + jnp.int32(1)), 2.0),
-        (lambda n, s: (Limits(n.astype(jnp.bfloat16), n), s), 5.0),
+        (lambda n, s: (Thresholds(jnp.full_like(n, 2), n), s + 1), 2.0),
+        (lambda n, s: (Thresholds(jnp.where(n > 1, 2, 3), n), s + jnp.int32(1)), 2.0),
+        (lambda n, s: (Thresholds(n.astype(jnp.bfloat16), n), s), 5.0),
     ],
 )
 def test_what_is_right_passes(update, expected):
@@ -90,31 +105,31 @@ def test_what_is_right_passes(update, expected):
     state = tx.init(GRADS)
     for _ in range(2):
         _, state = jax.jit(tx.update)(GRADS, state)
-    assert state.info.limit[1] == expected
+    assert state.info.threshold[1] == expected
 
 
 def test_a_state_of_a_python_number_becomes_an_array():
-    tx = clip_by(scopes.tree(), own(lambda n, s: (Limits(n, n), 1)))
+    tx = clip_by(scopes.tree(), own(lambda n, s: (Thresholds(n, n), 1)))
     assert tx.update(GRADS, tx.init(GRADS))[1].rule == 1
 
 
 def test_functions_that_take_something_else_are_refused_at_once():
     calls = {"update": r"update\(norms, state, param_norms\)", "init": r"init\(norms\)"}
-    update, init = (rf"limit: the {x} of a rule is called as {calls[x]}, got " for x in calls)
+    update, init = (rf"threshold: the {x} of a rule is called as {calls[x]}, got " for x in calls)
     rules = {
-        f"{update}<function": Threshold(lambda norms: (), lambda norms, state: norms),
-        f"{init}<function": Threshold(lambda: (), lambda norms, state, param_norms: norms),
-        f"{init}1.0": Threshold(1.0, lambda *args: args),
+        f"{update}<function": ThresholdRule(lambda norms: (), lambda norms, state: norms),
+        f"{init}<function": ThresholdRule(lambda: (), lambda norms, state, param_norms: norms),
+        f"{init}1.0": ThresholdRule(1.0, lambda *args: args),
     }
     for said, rule in rules.items():
         with pytest.raises(TypeError, match=said):
             clip_by(scopes.tree(), rule)
         with pytest.raises(TypeError, match=f"loss_{said}"):
-            skip_above(optax.sgd(1.0), 1.0, loss_limit=rule)
+            skip_above(optax.sgd(1.0), 1.0, loss_threshold=rule)
 
 
 def test_a_rule_without_memory_takes_the_state_that_a_checkpoint_made_of_nothing():
-    rule = Threshold(lambda norms: (), lambda norms, state, _: (Limits(norms, norms), ()))
+    rule = ThresholdRule(lambda norms: (), lambda norms, state, _: (Thresholds(norms, norms), ()))
     tx = clip_by(scopes.leaf(), rule)
     for nothing in (None, {}, ()):
         _, after = jax.eval_shape(tx.update, GRADS, tx.init(GRADS)._replace(rule=nothing))
@@ -129,17 +144,17 @@ def test_functions_without_a_signature_are_tried():
         TypeError, match=r"max_norm is a function, .* called with one, .* raised Typ"
     ):
         optaxclip.clip_by_global_norm(max)
-    clip_by(scopes.tree(), Threshold(max, max))
+    clip_by(scopes.tree(), ThresholdRule(max, max))
 
 
 MAKERS = {
     "max_norm": optaxclip.clip_by_global_norm,
-    "limit": functools.partial(clip_by, scopes.leaf()),
-    "limit['a']": lambda fn: clip_by(scopes.group("a"), {"a": fn}),
+    "threshold": functools.partial(clip_by, scopes.leaf()),
+    "threshold['a']": lambda fn: clip_by(scopes.group("a"), {"a": fn}),
     "clipping": optaxclip.adaptive_grad_clip,
     "ratio": thresholds.relative_to_params,
     "fn": thresholds.schedule,
-    "loss_limit": lambda fn: skip_above(optax.sgd(1.0), 1.0, loss_limit=fn),
+    "loss_threshold": lambda fn: skip_above(optax.sgd(1.0), 1.0, loss_threshold=fn),
     "max_delta": optaxclip.clip,
     "min_value": lambda fn: optaxclip.clip_by_value(fn, 1.0),
     "clipping_threshold": lambda fn: optaxclip.scale_by_stable_adam(clipping_threshold=fn),
@@ -150,9 +165,12 @@ NO_SCHEDULES = {
     "of norms": (lambda norms: 0.5 * norms, "of the step count, and not of 'norms'; .* a rule, "),
     "of a norm": (lambda grad_norm: 0.5, "and not of 'grad_norm'; .* a rule, "),
     "of gradients": (lambda grads: 0.5, "and not of 'grads'"),
-    "of a tree": (lambda x: x["w"], r"called with one, .* raised TypeError: .*; a limit that dep"),
+    "of a tree": (
+        lambda x: x["w"],
+        r"called with one, .* raised TypeError: .*; a threshold that dep",
+    ),
     "of two": (lambda count, state: 1.0, "raised TypeError: .* missing 1 required"),
-    "a rule": (lambda x: (Limits(x, x), ()), "to a number; its value is a tuple of Limits"),
+    "a rule": (lambda x: (Thresholds(x, x), ()), "to a number; its value is a tuple of Thresholds"),
     "of an array": (lambda x: x[0], "raised (IndexError|ValueError|TypeError): "),
     "a vector": (lambda count: jnp.ones(3), r"to a scalar; its value is float32\[3\]"),
     "a bool": (lambda count: count > 3, r"to a number; its value is bool\[\]"),
@@ -213,7 +231,7 @@ def test_a_schedule_is_taken_whatever_it_is_at_first(name):
     with jax.numpy_dtype_promotion("standard"):
         tx = optaxclip.clip_by_global_norm(SCHEDULES[name])
         _, state = tx.update(GRADS, tx.init(GRADS))
-        assert state.info.limit == SCHEDULES[name](jnp.int32(0))
+        assert state.info.threshold == SCHEDULES[name](jnp.int32(0))
 
 
 def test_a_schedule_of_traced_numbers_and_of_axes_is_taken():

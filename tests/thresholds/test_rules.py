@@ -1,4 +1,4 @@
-"""The limit rules: the printed sequences, and what all rules promise."""
+"""The threshold rules: the printed sequences, and what all rules promise."""
 
 import jax
 import numpy as np
@@ -23,8 +23,8 @@ from reference_rules import (
 from optaxclip import thresholds
 
 # What is printed for each step: `n*x` is x n times, `-` nothing, "mean 1" is that of group 1. Norms
-# not given are S = 1.0 1.2 0.8 1.0 5.0 1.1. PDE-Transformer's first limits are placeholders, 10000
-# and 1, where ours compare the norm with itself; axlearn's limit in the warm-up is 1e10. The last
+# not given are S = 1.0 1.2 0.8 1.0 5.0 1.1. PDE-Transformer's first thresholds are placeholders, 10000
+# and 1, where ours compare the norm with itself; axlearn's threshold in the warm-up is 1e10. The last
 # four are printed for two records a step; here is the one that decides where they end.
 PRINTED = """
 AutoClip p10
@@ -230,12 +230,12 @@ def test_medians_of_few_norms_and_while_the_window_fills():
     norms, periods = random_norms(0, 60), (1, 2, 3, 7, 15, 41, 50)
     rules = {period: thresholds.median(2.0, period, floor=0.0) for period in periods}
     found = jax.jit(lambda: {period: drive(rule, norms)[0] for period, rule in rules.items()})()
-    for period, limits in found.items():
+    for period, threshold_values in found.items():
         expected = scaled_adam(norms, 2.0, period).trigger
-        np.testing.assert_allclose(limits, expected, rtol=1e-6, err_msg=str(period))
+        np.testing.assert_allclose(threshold_values, expected, rtol=1e-6, err_msg=str(period))
 
 
-# One for each way in which a limit is computed; the others differ in their numbers.
+# One for each way in which a threshold is computed; the others differ in their numbers.
 ONE_OF_EACH = ("AutoClip p80 window 4", "TRELLIS cap 1", "ScaledAdam", "ZClip", "ZClip mean")
 ONE_OF_EACH += ("ZClip spikes skipped", "AdaGC .98 1.05", "OLMo", "PDE-Transformer", "Levanter")
 ONE_OF_EACH += ("Lingvo", "axlearn stddev", "Stable-SPAM", "quantile", "quantile down")
@@ -316,7 +316,7 @@ def test_a_bad_group_in_the_warm_up_of_adagc_is_as_one_without_gradient():
     expected = run(rule, without)[1]
     others = np.arange(GROUPS) != 1
     assert_same(target[:, others], expected[:, others])
-    assert states.recorded[-1].tolist() == [5, 0, 5, 5, 5]
+    assert states.num_recorded[-1].tolist() == [5, 0, 5, 5, 5]
 
 
 @pytest.mark.by_day(2)

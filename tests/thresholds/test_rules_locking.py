@@ -56,7 +56,7 @@ def test_record_and_patience_say_what_the_statistic_learns(name, record, patienc
     streak = np.array(
         [np.argmin(above[t::-1]) if not above[: t + 1].all() else t + 1 for t in range(60)]
     )
-    np.testing.assert_array_equal(state.streak, streak)
+    np.testing.assert_array_equal(state.num_consecutive_clipped, streak)
     gives_in = streak > (np.inf if patience is None else patience)
     learns = {"raw": norms, "clipped": target, "capped": trigger, "accepted": norms}[record]
     learned = np.where(above & ~gives_in, learns, norms)
@@ -68,7 +68,7 @@ def test_record_and_patience_say_what_the_statistic_learns(name, record, patienc
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["percentile", "window"])
-def test_inclusive_limits_come_one_step_earlier(name):
+def test_inclusive_thresholds_come_one_step_earlier(name):
     norms = random_norms(0, 40)
     inclusive, exclusive = (
         drive(RECORDING[name](inclusive=flag, **PUBLISHED), norms)[0] for flag in (True, False)
@@ -79,13 +79,13 @@ def test_inclusive_limits_come_one_step_earlier(name):
 @pytest.mark.by_day(8)
 @each_recording
 @pytest.mark.parametrize("steps", [0, 1, 4, 9])
-def test_no_limit_until_so_many_norms_are_recorded(name, steps):
+def test_no_threshold_until_so_many_norms_are_recorded(name, steps):
     rule = RECORDING[name](warmup_steps=steps, record="raw", **PUBLISHED | {"floor": 0.01})
     norms = random_norms(0, 40)
     counted = np.arange(40) % 3 > 0
     norms[~counted] = np.where(np.arange(40) % 2, np.nan, 0.001)[~counted]
     trigger, _, state = run(rule, norms)
-    np.testing.assert_array_equal(state.recorded, np.cumsum(counted))
+    np.testing.assert_array_equal(state.num_recorded, np.cumsum(counted))
     before = np.cumsum(counted) - counted
     # Nothing can be said of a percentile or a deviation of no norms at all.
     np.testing.assert_array_equal(np.isinf(trigger[before > 0]), before[before > 0] < steps)
@@ -107,7 +107,7 @@ def test_norms_below_the_floor_are_as_if_they_had_not_been(name):
     assert np.all(mixed[small] < trigger[small])
     # At the floor they count.
     state = run(rule, np.full(5, 0.7, np.float32))[2]
-    np.testing.assert_array_equal(state.recorded, range(1, 6))
+    np.testing.assert_array_equal(state.num_recorded, range(1, 6))
 
 
 def parameters(make):
@@ -120,11 +120,11 @@ def parameters(make):
     [
         functools.partial(thresholds.ema, 0.9, 0.5),
         functools.partial(thresholds.adagc, 0.5, warmup_steps=1),
-        functools.partial(thresholds.quantile, 0.0, init_limit=1.0),
+        functools.partial(thresholds.quantile, 0.0, init_threshold=1.0),
         functools.partial(thresholds.median, 0.5, every_step=True),
     ],
 )
-def test_no_limit_falls_below_the_floor(make):
+def test_no_threshold_falls_below_the_floor(make):
     trigger, target, _ = drive(make(floor=0.7), jnp.full(10, 0.75))
     assert trigger[-1] == target[-1] == np.float32(0.7)
     assert drive(make(floor=0.0), jnp.full(10, 0.75))[0][-1] < 0.7
@@ -142,7 +142,7 @@ def test_the_log_tracker_rejects_to_zero_whatever_the_floor():
 
 @pytest.mark.by_day(2)
 @each_rule
-def test_max_norm_caps_the_limits_and_changes_nothing_else(name):
+def test_max_norm_caps_the_thresholds_and_changes_nothing_else(name):
     norms = random_norms(0, 60)
     trigger, target, states = run(RULES[name](), norms)
     cap = np.median(trigger)
@@ -163,7 +163,7 @@ def test_max_norm_caps_the_limits_and_changes_nothing_else(name):
         thresholds.quantile(0.5, 0.0, 1.0, max_norm=10.0),
     ],
 )
-def test_a_cap_above_the_limit_does_not_change_what_normalize_aims_at(rule):
+def test_a_cap_above_the_threshold_does_not_change_what_normalize_aims_at(rule):
     tx = clip_by(scopes.tree(), rule, response="normalize")
     state = tx.init(jnp.zeros(1))
     for norm in (1.0, 1.0, 0.5):
@@ -224,11 +224,15 @@ EXTREME = [
     *[("zscore", {"z_thresh": x, "option": y}) for x in (0.0, INF) for y in ("adaptive", "mean")],
     *[("log_tracker", {"decay": x}) for x in (0.0, 1.0)],
     *[("log_tracker", {"num_std": x}) for x in (0.0, INF)],
-    *[("log_tracker", {"min_limit": INF})],
+    *[("log_tracker", {"min_threshold": INF})],
     *[("adagc", {"lambda_rel": x, "lambda_abs": x, "warmup_steps": 3}) for x in (0.0, INF)],
     *[("adagc", {"beta": x, "warmup_steps": y}) for x in (0.0, 1.0) for y in (0, 3)],
     *[("quantile", {"target": x, "learning_rate": y}) for x in (0.0, 1.0) for y in (0.0, 9.0)],
-    *[("quantile", {"init_limit": x, "geometric": y}) for x in (0.0, INF) for y in (False, True)],
+    *[
+        ("quantile", {"init_threshold": x, "geometric": y})
+        for x in (0.0, INF)
+        for y in (False, True)
+    ],
 ]
 
 

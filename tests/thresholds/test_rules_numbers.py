@@ -11,21 +11,21 @@ from reference_rules import drive
 
 import optaxclip
 from optaxclip import per_example, responses, scopes, thresholds
-from optaxclip.thresholds.base import root_of_squares
-from optaxclip.thresholds.checks import checked_limit
-from optaxclip.thresholds.losses import as_loss_limit
+from optaxclip.thresholds.base import safe_hypot
+from optaxclip.thresholds.checks import check_threshold_value
+from optaxclip.thresholds.losses import check_loss_threshold
 
 NORMS = np.array([1.0, 3.0, 2.0, 2.5, 1.5], np.float32)
 
 
 @functools.partial(jax.jit, static_argnames="make")
-def limits_of(norms, make):
+def thresholds_of(norms, make):
     """The triggers and targets of a rule, norm after norm."""
     rule = make()
 
     def step(state, norm):
-        limits, state = rule.update(norm, state, None)
-        return state, (limits.trigger, limits.target)
+        threshold_values, state = rule.update(norm, state, None)
+        return state, (threshold_values.trigger, threshold_values.target)
 
     return jax.lax.scan(step, rule.init(norms[0]), norms)[1]
 
@@ -46,7 +46,7 @@ def test_the_target_may_differ_in_its_decay_or_in_its_ratio():
         functools.partial(ema, target_ratio=0.5): average(0.9) / 2,
         ema: 100 * average(0.9),
     }.items():
-        triggers, targets = limits_of(NORMS, make)
+        triggers, targets = thresholds_of(NORMS, make)
         np.testing.assert_allclose(triggers, 100 * average(0.9), rtol=1e-6)
         np.testing.assert_allclose(targets, target, rtol=1e-6)
 
@@ -88,7 +88,7 @@ WITHOUT_MEMORY = {
 def test_an_average_with_the_decay_0_is_the_last_norm_however_large_those_before(make):
     # This rule judges a norm by averages that include it.
     at = 2 if make.func is thresholds.mean_over_rms else 3
-    fallen, steady = (limits_of(np.float32([norm, norm, 1, 1]), make) for norm in (1e10, 1))
+    fallen, steady = (thresholds_of(np.float32([norm, norm, 1, 1]), make) for norm in (1e10, 1))
     for some, others in zip(fallen, steady, strict=True):
         np.testing.assert_allclose(some[at], others[at], rtol=1e-6)
 
@@ -115,19 +115,24 @@ def test_norms_are_judged_alike_from_one_end_of_the_range_to_the_other():
     def step(norm, states):
         return {name: rules[name].update(norm, state, None) for name, state in states.items()}
 
-    def limits(norms):
+    def threshold_values(norms):
         states, found = {name: rule.init(norms[0]) for name, rule in rules.items()}, []
         for norm in norms:
             after = step(norm, states)
             states = {name: state for name, (_, state) in after.items()}
-            found.append({name: np.float64(limits) for name, (limits, _) in after.items()})
+            found.append(
+                {
+                    name: np.float64(threshold_values)
+                    for name, (threshold_values, _) in after.items()
+                }
+            )
         return stack(found)
 
     most = np.finfo(np.float32).max
     for norms in np.float32(1.7) * np.float32(SEQUENCES):
-        expected = limits(norms * np.float32(2.0**60))
+        expected = threshold_values(norms * np.float32(2.0**60))
         for size in (2.0**-70, 2.0**126, 2.0**127):
-            for name, found in limits(norms * np.float32(size)).items():
+            for name, found in threshold_values(norms * np.float32(size)).items():
                 # The published score adds 1e-6 to the deviation.
                 if name != "zscore" or size > 1:
                     wanted = expected[name] / 2.0**60 * size
@@ -136,9 +141,11 @@ def test_norms_are_judged_alike_from_one_end_of_the_range_to_the_other():
 
 
 def test_the_score_of_small_norms_starts_from_nothing():
-    """Its deviation has 1e-6 added, as published, so that limits do not scale."""
+    """Its deviation has 1e-6 added, as published, so that thresholds do not scale."""
     norms = np.float32(1e-6) * NORMS
-    trigger, _ = limits_of(norms, functools.partial(thresholds.zscore, warmup_steps=2, floor=0.0))
+    trigger, _ = thresholds_of(
+        norms, functools.partial(thresholds.zscore, warmup_steps=2, floor=0.0)
+    )
     start, std = np.mean(norms[:2]), np.std(norms[:2])
     assert np.all(np.isinf(trigger[:2]))
     np.testing.assert_allclose(trigger[2], start + 2.5 * (std + 1e-6), rtol=1e-5)
@@ -148,9 +155,9 @@ KINDS = [np.float64, jnp.bfloat16, jnp.float32]
 GIVEN = {
     "ema": {"decay": 0.5, "ratio": 2.0, "target_decay": 0.5, "target_ratio": 1.5},
     "zscore": {"alpha": 0.5, "z_thresh": 2.0},
-    "log_tracker": {"decay": 0.5, "num_std": 4.0, "min_limit": 0.5},
+    "log_tracker": {"decay": 0.5, "num_std": 4.0, "min_threshold": 0.5},
     "adagc": {"lambda_rel": 1.5, "lambda_abs": 1.0, "beta": 0.5},
-    "quantile": {"target": 0.5, "learning_rate": 0.25, "init_limit": 0.5},
+    "quantile": {"target": 0.5, "learning_rate": 0.25, "init_threshold": 0.5},
     "percentile": {"percentile": 50.0, "floor": 0.5},
     "window": {"num_std": 2.0, "min_std": 0.5},
     "median": {"scale": 2.0, "max_norm": 4.0},
@@ -165,12 +172,12 @@ WITHOUT_A_CAP = {"mean_over_rms": {"mean_decay": 0.5, "square_decay": 0.5, "eps"
 def test_numbers_may_have_any_dtype(name):
     given = (GIVEN | WITHOUT_A_CAP)[name]
 
-    def limits(numbers):
+    def threshold_values(numbers):
         rule, norm = getattr(thresholds, name)(**numbers), jnp.ones(2)
         first = rule.init(norm)
-        limits, state = rule.update(norm, first, None)
+        threshold_values, state = rule.update(norm, first, None)
         assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, first)
-        return limits
+        return threshold_values
 
     for bits in (32, 64):
         with jax.enable_x64(bits == 64):
@@ -181,10 +188,10 @@ def test_numbers_may_have_any_dtype(name):
                 numbers = {
                     key: wide(x) if key in NEEDS_DIGITS else kind(x) for key, x in given.items()
                 }
-                found = jax.eval_shape(lambda numbers=numbers: limits(numbers))
-                assert [limit.dtype for limit in found] == expected
-                found = jax.eval_shape(limits, jax.tree.map(jnp.asarray, numbers))
-                assert [limit.dtype for limit in found] == expected
+                found = jax.eval_shape(lambda numbers=numbers: threshold_values(numbers))
+                assert [threshold.dtype for threshold in found] == expected
+                found = jax.eval_shape(threshold_values, jax.tree.map(jnp.asarray, numbers))
+                assert [threshold.dtype for threshold in found] == expected
 
 
 @pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
@@ -210,19 +217,19 @@ def test_a_share_of_the_parameters_may_be_on_a_schedule():
         np.testing.assert_allclose(updates, share * params, rtol=3e-6)
 
 
-def test_a_limit_by_name_for_the_whole_tree_and_for_units():
+def test_a_threshold_by_name_for_the_whole_tree_and_for_units():
     grads = {"w": np.float32([3.0, 4.0])}
     for scope, name in {scopes.tree(): "tree", scopes.axes(0): "w"}.items():
         tx = optaxclip.clip_by(scope, {name: 1.0})
         updates, state = tx.update(grads, tx.init(grads))
         np.testing.assert_allclose(updates["w"], [0.6, 0.8], rtol=3e-6)
-        assert np.ravel(state.info.limit) == 1
+        assert np.ravel(state.info.threshold) == 1
 
 
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
 def test_every_rule_has_a_floor_and_a_cap(name):
-    options, limit = ({}, 2.0) if name in WITHOUT_A_CAP else ({"max_norm": 0.5}, 0.5)
+    options, threshold = ({}, 2.0) if name in WITHOUT_A_CAP else ({"max_norm": 0.5}, 0.5)
     rule = getattr(thresholds, name)(floor=2.0, **options)
 
     @jax.jit
@@ -232,15 +239,15 @@ def test_every_rule_has_a_floor_and_a_cap(name):
             _, before = rule.update(4 * one, before, None)
         return before, *rule.update(one, before, None)
 
-    before, limits, state = last_of_two(np.float32(1))
-    assert (limits.trigger, limits.target) == (limit, limit)
-    assert state.recorded == before.recorded
+    before, threshold_values, state = last_of_two(np.float32(1))
+    assert (threshold_values.trigger, threshold_values.target) == (threshold, threshold)
+    assert state.num_recorded == before.num_recorded
 
 
 def test_a_window_warms_up_for_half_of_its_length():
-    triggers, _ = limits_of(NORMS, functools.partial(thresholds.window, window=6))
+    triggers, _ = thresholds_of(NORMS, functools.partial(thresholds.window, window=6))
     assert np.isinf(triggers).tolist() == [True, True, True, False, False]
-    shortest, _ = limits_of(NORMS, functools.partial(thresholds.window, window=2))
+    shortest, _ = thresholds_of(NORMS, functools.partial(thresholds.window, window=2))
     assert np.isinf(shortest).tolist() == [True, False, False, False, False]
     # Of one norm there is no deviation yet.
     np.testing.assert_allclose(shortest[1], 1 + 3e-6, rtol=1e-7)
@@ -249,21 +256,28 @@ def test_a_window_warms_up_for_half_of_its_length():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_a_quantile_over_examples_may_have_any_dtype(kind):
-    names = ("target", "learning_rate", "init_limit", "count_noise", "min_limit", "max_limit")
+    names = (
+        "target",
+        "learning_rate",
+        "init_threshold",
+        "count_noise",
+        "min_threshold",
+        "max_threshold",
+    )
     with jax.enable_x64(True):
         numbers = dict.fromkeys(names, kind(0.5)) | {"target": np.float32(0.5)}
-        rule = per_example.quantile_limit(**numbers)
+        rule = per_example.quantile_threshold(**numbers)
         count, key = jnp.zeros((), jnp.int32), jax.random.key(0)
         state = jax.eval_shape(rule.init)
         after = jax.eval_shape(lambda state: rule.update(state, count, 8, key, batch_size=8), state)
         for numbers in ((kind(0.5), kind(2)), (jnp.asarray(kind(0.5)), jnp.asarray(kind(2)))):
-            assert per_example.adjusted_noise_multiplier(*numbers).dtype == jnp.float32
+            assert per_example.adjust_noise_multiplier(*numbers).dtype == jnp.float32
     assert (after.shape, after.dtype) == (state.shape, state.dtype) == ((), jnp.float32)
 
 
-def test_the_log_tracker_has_a_least_limit():
-    make = functools.partial(thresholds.log_tracker, 0.5, 2.0, min_limit=3.0)
-    trigger, target = limits_of(jnp.ones(10), make)
+def test_the_log_tracker_has_a_least_threshold():
+    make = functools.partial(thresholds.log_tracker, 0.5, 2.0, min_threshold=3.0)
+    trigger, target = thresholds_of(jnp.ones(10), make)
     np.testing.assert_allclose([trigger[-1], target[-1]], [3, 0], rtol=1e-6)
     # The weights of two norms sum to 0.75, which is not above it.
     assert np.isinf(trigger).tolist() == [True] * 3 + [False] * 7
@@ -272,23 +286,23 @@ def test_the_log_tracker_has_a_least_limit():
 @pytest.mark.parametrize("debias", [False, True])
 def test_an_average_that_forgets_nothing_stays_at_the_first_norm(debias):
     make = functools.partial(thresholds.ema, 1.0, 2.0, debias=debias, record="raw", floor=0.0)
-    trigger, _ = limits_of(NORMS * 3, make)
+    trigger, _ = thresholds_of(NORMS * 3, make)
     np.testing.assert_allclose(trigger[1:], 6, rtol=1e-6)
 
 
-def test_a_norm_at_its_limit_is_not_above_it():
+def test_a_norm_at_its_threshold_is_not_above_it():
     rule = thresholds.percentile(50.0, 3, warmup_steps=0, record="accepted", patience=None)
     one, update = np.float32(1), jax.jit(rule.update)
     state = rule.init(one)
-    for limit in (np.inf, 1):
-        limits, state = update(one, state, None)
-        assert limits.trigger == limit
-    assert (state.recorded, state.streak) == (2, 0)
+    for threshold in (np.inf, 1):
+        threshold_values, state = update(one, state, None)
+        assert threshold_values.trigger == threshold
+    assert (state.num_recorded, state.num_consecutive_clipped) == (2, 0)
 
 
 def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
     make = functools.partial(thresholds.quantile, 0.5, 4.0, 1.0, geometric=False, floor=0.0)
-    np.testing.assert_array_equal(limits_of(NORMS, make)[0], [1, 0, 2, 0, 2])
+    np.testing.assert_array_equal(thresholds_of(NORMS, make)[0], [1, 0, 2, 0, 2])
 
 
 @pytest.mark.by_day(1)
@@ -296,43 +310,43 @@ def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
 def test_a_quantile_comes_back_from_the_ends_of_the_range(rise):
     """Each step multiplies by about e; 200 of them one way, then 200 the other way."""
 
-    def of_norms(limit, is_above):
-        rule = thresholds.quantile(0.5, 2.0, floor=0.0, init_limit=1.0)
-        state = rule.update(jnp.where(is_above, 3e38, 0.0), limit, None)[1]
+    def of_norms(threshold, is_above):
+        rule = thresholds.quantile(0.5, 2.0, floor=0.0, init_threshold=1.0)
+        state = rule.update(jnp.where(is_above, 3e38, 0.0), threshold, None)[1]
         return state, state.statistic
 
-    def of_examples(limit, is_above):
-        rule = per_example.quantile_limit(0.5, 2.0)
-        limit = rule.update(limit, jnp.where(is_above, 0, 8), 8, batch_size=8)
-        return limit, limit
+    def of_examples(threshold, is_above):
+        rule = per_example.quantile_threshold(0.5, 2.0)
+        threshold = rule.update(threshold, jnp.where(is_above, 0, 8), 8, batch_size=8)
+        return threshold, threshold
 
     @jax.jit
     def run(start):
         is_above = (jnp.arange(400) < 200) == rise
-        starts = thresholds.quantile(0.5, 2.0, init_limit=start).init(jnp.zeros(())), start
+        starts = thresholds.quantile(0.5, 2.0, init_threshold=start).init(jnp.zeros(())), start
         pairs = zip((of_norms, of_examples), starts, strict=True)
         return [jax.lax.scan(step, start, is_above)[1] for step, start in pairs]
 
-    for limits in run(jnp.float32(1)):
-        assert np.all((limits > 0) & np.isfinite(limits))
-        assert limits[-1] > 1e30 if not rise else limits[-1] < 1e-30
+    for threshold_values in run(jnp.float32(1)):
+        assert np.all((threshold_values > 0) & np.isfinite(threshold_values))
+        assert threshold_values[-1] > 1e30 if not rise else threshold_values[-1] < 1e-30
     for end in (0, np.inf):
-        assert all(np.all(limits == end) for limits in run(jnp.float32(end)))
+        assert all(np.all(threshold_values == end) for threshold_values in run(jnp.float32(end)))
 
 
 def test_adagc_of_no_groups():
     rule, none = thresholds.adagc(), jnp.zeros(0)
-    limits, state = jax.eval_shape(rule.update, none, rule.init(none), None)
-    assert limits.target.shape == state.recorded.shape == (0,)
+    threshold_values, state = jax.eval_shape(rule.update, none, rule.init(none), None)
+    assert threshold_values.target.shape == state.num_recorded.shape == (0,)
 
 
 def test_without_a_warm_up_adagc_lets_the_first_norm_pass():
-    triggers, _ = limits_of(NORMS, functools.partial(thresholds.adagc, 1.5, warmup_steps=0))
+    triggers, _ = thresholds_of(NORMS, functools.partial(thresholds.adagc, 1.5, warmup_steps=0))
     np.testing.assert_allclose(triggers[:2], [np.inf, 1.5])
 
 
 def test_what_is_added_to_the_root_mean_square_lowers_the_target():
-    _, targets = limits_of(NORMS, functools.partial(thresholds.mean_over_rms, eps=1.0))
+    _, targets = thresholds_of(NORMS, functools.partial(thresholds.mean_over_rms, eps=1.0))
     np.testing.assert_allclose(targets[0], 0.5, rtol=1e-6)
 
 
@@ -348,16 +362,16 @@ OF_LOSSES = {
 
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", OF_LOSSES)
-def test_the_limit_of_a_first_loss_below_zero(name):
-    limit, expected = OF_LOSSES[name]
-    trigger, _, _ = drive(as_loss_limit(limit), jnp.full(1, -2.0))
+def test_the_threshold_of_a_first_loss_below_zero(name):
+    threshold, expected = OF_LOSSES[name]
+    trigger, _, _ = drive(check_loss_threshold(threshold), jnp.full(1, -2.0))
     assert trigger.tolist() == [expected]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_integers_of_more_than_32_bits_are_taken_for_floats(sign):
     for number, kind in ((2**31 - 1, int), (2**31, float), (2**40, float), (10**400, float)):
-        found = checked_limit(sign * number, "limit", allow_any_number=True)
+        found = check_threshold_value(sign * number, "threshold", allow_any_number=True)
         assert type(found) is kind
         assert found == (sign * number if number < 10**400 else sign * np.inf)
     for make in (thresholds.zscore, thresholds.window, thresholds.percentile, thresholds.adagc):
@@ -366,15 +380,15 @@ def test_integers_of_more_than_32_bits_are_taken_for_floats(sign):
 
 def test_the_first_norm_is_the_first_mean_even_without_a_warm_up():
     make = functools.partial(thresholds.zscore, 0.9, 2.0, 0, option="percentile")
-    np.testing.assert_allclose(limits_of(NORMS + 3, make)[0][:2], [np.inf, 4], rtol=1e-6)
+    np.testing.assert_allclose(thresholds_of(NORMS + 3, make)[0][:2], [np.inf, 4], rtol=1e-6)
 
 
 def test_roots_of_squares_of_any_sign_and_size():
     x, y = np.float32([-3e30, 3e-30, 0, -3e-30]), np.float32([4e30, -4e-30, -5, 0])
-    np.testing.assert_allclose(root_of_squares(x, y), [5e30, 5e-30, 5, 3e-30], rtol=1e-6)
+    np.testing.assert_allclose(safe_hypot(x, y), [5e30, 5e-30, 5, 3e-30], rtol=1e-6)
 
 
-WITHOUT_LIMIT = {
+WITHOUT_THRESHOLD = {
     "share": functools.partial(thresholds.relative_to_params, np.inf),
     "adagc": functools.partial(thresholds.adagc, lambda_abs=np.inf),
     "log_tracker": functools.partial(thresholds.log_tracker, 0.0, 1e6, reject=False),
@@ -387,13 +401,13 @@ def test_where_nothing_is_limited_the_derivative_is_that_of_the_norm():
         rule = make()
         state = rule.init(norm)
         for size in (1.0, 2.0):
-            limits, state = rule.update(size * norm, state, norm)
-        return responses.clip(2 * norm, *limits)
+            threshold_values, state = rule.update(size * norm, state, norm)
+        return responses.clip(2 * norm, *threshold_values)
 
     @jax.jit
     def slopes(norm):
         of_norm = jax.value_and_grad(brought_to)
-        return {name: of_norm(norm, make) for name, make in WITHOUT_LIMIT.items()}
+        return {name: of_norm(norm, make) for name, make in WITHOUT_THRESHOLD.items()}
 
     for name, found in slopes(jnp.float32(5)).items():
         np.testing.assert_array_equal(found, [10, 2], err_msg=name)

@@ -11,7 +11,7 @@ from optaxclip import clip_by, monitor, scopes, thresholds
 
 pytestmark = pytest.mark.usefixtures("x64")
 MOST = float(np.finfo(np.float32).max)
-# By rule: the options for a memory of two norms, and the limit of the third after 1.0 and 1.1.
+# By rule: the options for a memory of two norms, and the threshold of the third after 1.0 and 1.1.
 RULES = {
     "percentile": ({"window": 2}, 1.095),
     "window": ({"window": 2, "warmup_steps": 2}, 1.2),
@@ -35,18 +35,18 @@ def run(tx, norms):
 @pytest.mark.parametrize("size", [1e39, 1e300])
 @pytest.mark.parametrize("name", RULES)
 def test_a_finite_norm_is_a_spike_however_large(name, size):
-    options, limit = RULES[name]
+    options, threshold = RULES[name]
     rule = getattr(thresholds, name)(**options)
     found, state = run(clip_by(scopes.tree(), rule), [1.0, 1.1, size, 1.0])
     assert state.info.num_nonfinite == 0
-    assert found[2] <= limit * (1 + 1e-3)
-    assert found[2] > limit * 0.99
+    assert found[2] <= threshold * (1 + 1e-3)
+    assert found[2] > threshold * 0.99
     assert np.isfinite(found[3])
 
 
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", [*RULES, "median", "log_tracker"])
-def test_where_all_norms_are_beyond_float32_only_a_limit_of_the_users_clips(name):
+def test_where_all_norms_are_beyond_float32_only_a_threshold_of_the_users_clips(name):
     options, _ = RULES.get(name, ({}, None))
     norms = [1e39, 1.1e39, 1e39, 5e39]
     found, state = run(clip_by(scopes.tree(), getattr(thresholds, name)(**options)), norms)
@@ -79,7 +79,7 @@ def test_records_of_finite_norms_are_finite():
     agc = optaxclip.adaptive_grad_clip(0.1)
     grads = np.array([1e300])
     info = agc.update(grads, agc.init(grads), grads)[1].info
-    np.testing.assert_array_equal([*info.norm, *info.limit], [np.float32(MOST)] * 2)
+    np.testing.assert_array_equal([*info.norm, *info.threshold], [np.float32(MOST)] * 2)
     _, state = run(monitor.record(1), [1e300])
     np.testing.assert_array_equal(monitor.history(state), [np.float32(MOST)])
 
@@ -100,6 +100,6 @@ def test_adagc_warms_up_where_the_norm_of_all_leaves_leaves_the_range():
         tx = optaxclip.adagc(lambda_abs=largest)
         return tx.update(grads, tx.init(grads))[0]["a"][0]
 
-    limits = np.float32([1.0, 1e30, 3e38, np.inf])
-    expected = np.minimum(limits / np.sqrt(2), grads["a"][0])
-    np.testing.assert_allclose(clipped(limits), expected, rtol=1e-6)
+    threshold_values = np.float32([1.0, 1e30, 3e38, np.inf])
+    expected = np.minimum(threshold_values / np.sqrt(2), grads["a"][0])
+    np.testing.assert_allclose(clipped(threshold_values), expected, rtol=1e-6)

@@ -12,22 +12,22 @@ from methods_table import GRADS, METHODS, PARAMS, SHAPES, label, random_tree
 from wrong_values import WRONG_VALUES
 
 import optaxclip
-from optaxclip import Limits, Threshold, clip_by, scopes, skip_above, thresholds
+from optaxclip import ThresholdRule, Thresholds, clip_by, scopes, skip_above, thresholds
 
 
 def own(trigger, target):
-    """A user's rule with one limit, which may be negative."""
+    """A user's rule with one threshold, which may be negative."""
 
     def update(norms, state, _):
-        return Limits(jnp.full_like(norms, trigger), jnp.full_like(norms, target)), state
+        return Thresholds(jnp.full_like(norms, trigger), jnp.full_like(norms, target)), state
 
-    return Threshold(lambda norms: (), update)
+    return ThresholdRule(lambda norms: (), update)
 
 
 # By rule: how it is made, and its numbers, each of which is -1 in a row of its own.
 RULES = {
-    "constant": (thresholds.constant, {"limit": 1.0}),
-    "given": (lambda x, y: thresholds.given(Limits(x, y)), {"x": 1.0, "y": 0.5}),
+    "constant": (thresholds.constant, {"threshold": 1.0}),
+    "given": (lambda x, y: thresholds.fixed(Thresholds(x, y)), {"x": 1.0, "y": 0.5}),
     "schedule": (lambda x: thresholds.schedule(lambda count: x), {"x": 1.0}),
     "relative_to_params": (thresholds.relative_to_params, {"ratio": 0.1, "eps": 1e-3}),
     "percentile": (
@@ -52,7 +52,7 @@ RULES = {
     ),
     "log_tracker": (
         functools.partial(thresholds.log_tracker, 0.1, reject=False),
-        {"num_std": 1.0, "min_limit": 0.1, "max_norm": 9.0, "floor": 1e-8},
+        {"num_std": 1.0, "min_threshold": 0.1, "max_norm": 9.0, "floor": 1e-8},
     ),
     "adagc": (
         functools.partial(thresholds.adagc, warmup_steps=2),
@@ -60,7 +60,7 @@ RULES = {
     ),
     "quantile": (
         functools.partial(thresholds.quantile, geometric=False),
-        {"init_limit": 0.5, "learning_rate": 0.2, "max_norm": 9.0, "floor": 1e-8},
+        {"init_threshold": 0.5, "learning_rate": 0.2, "max_norm": 9.0, "floor": 1e-8},
     ),
     "mean_over_rms": (thresholds.mean_over_rms, {"eps": 1e-8, "floor": 1e-8}),
     "own": (own, {"trigger": 1.0, "target": 0.5}),
@@ -153,17 +153,17 @@ def test_schedule_below_zero_injected_into_zclip_acts_as_zero():
     for expected in ([1.2, 1.6], [0.3, 0.4], [0, 0], [0, 0]):
         updates, state = update(grads, state)
         np.testing.assert_allclose(updates, expected, rtol=1e-6)
-    assert state.inner_state.info.limit == 0
+    assert state.inner_state.info.threshold == 0
 
 
-def test_loss_limits_may_be_negative():
-    def skips(limit, loss):
-        tx = skip_above(optax.sgd(1.0), jnp.inf, loss_limit=limit)
+def test_loss_thresholds_may_be_negative():
+    def skips(threshold, loss):
+        tx = skip_above(optax.sgd(1.0), jnp.inf, loss_threshold=threshold)
         return tx.update(jnp.ones(1), tx.init(jnp.ones(1)), value=loss)[1].num_skipped
 
     @jax.jit
-    def both(limit):
-        rules = [limit, own(limit, limit)]
+    def both(threshold):
+        rules = [threshold, own(threshold, threshold)]
         return [[skips(rule, loss) for loss in (-2.0, -0.5)] for rule in rules]
 
     np.testing.assert_array_equal(both(jnp.float32(-1)), [[0, 1], [0, 1]])
@@ -185,8 +185,8 @@ def test_array_thresholds_are_checked_like_numbers():
 
 
 MAKERS = {
-    "limit": lambda x: clip_by(scopes.tree(), x),
-    "limit['matrix']": lambda x: clip_by(scopes.group(label), {"matrix": x, "vector": 1.0}),
+    "threshold": lambda x: clip_by(scopes.tree(), x),
+    "threshold['matrix']": lambda x: clip_by(scopes.group(label), {"matrix": x, "vector": 1.0}),
     "max_norm": optaxclip.clip_by_global_norm,
     "max_delta": optaxclip.clip,
     "clipping": optaxclip.adaptive_grad_clip,
@@ -207,7 +207,7 @@ def test_negative_and_nan_arrays_are_refused(argument):
 
 ZEROS = MAKERS | {
     "threshold of moments": lambda x: optaxclip.clip_by_second_moment(threshold=x),
-    "limit of a skip": lambda x: skip_above(optax.sgd(0.1), x),
+    "threshold of a skip": lambda x: skip_above(optax.sgd(0.1), x),
     "cap": lambda x: optaxclip.zclip(max_norm=x),
 }
 

@@ -141,7 +141,7 @@ def test_a_skip_around_axlearns_optimizers(axlearn):
     for i in range(STEPS):
         before = values
         values, state = step(values, state, gradients(i))
-        verdicts.append(monitor.verdict(state))
+        verdicts.append(monitor.step_status(state))
         if i in (SPIKE, BAD):
             jax.tree.map(np.testing.assert_array_equal, values, before)
     assert [i for i, verdict in enumerate(verdicts) if verdict == "skipped"] == [SPIKE, BAD]

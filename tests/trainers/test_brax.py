@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optaxclip
 
-LIMIT = 0.05
+THRESHOLD = 0.05
 
 
 def _replicated(tree, devices):
@@ -26,7 +26,7 @@ def losses_of(imported, monkeypatch):
     # Newer JAX has it no longer, and brax 0.14 calls it.
     monkeypatch.setattr(jax, "device_put_replicated", _replicated, raising=False)
 
-    def losses(clip, limit=LIMIT):
+    def losses(clip, threshold=THRESHOLD):
         logged = []
         with monkeypatch.context() as patch:
             patch.setattr(optax, "clip_by_global_norm", clip)
@@ -41,7 +41,7 @@ def losses_of(imported, monkeypatch):
                 num_updates_per_batch=2,
                 num_evals=3,
                 learning_rate=0.01,
-                max_grad_norm=limit,
+                max_grad_norm=threshold,
                 max_devices_per_host=2,
                 seed=0,
                 progress_fn=lambda step, metrics: logged.append(metrics),
@@ -55,11 +55,11 @@ def losses_of(imported, monkeypatch):
 @pytest.mark.slow
 def test_it_trains_as_with_the_clip_of_optax(losses_of):
     expected = losses_of(optax.clip_by_global_norm)
-    unclipped = losses_of(optax.clip_by_global_norm, limit=1e9)
+    unclipped = losses_of(optax.clip_by_global_norm, threshold=1e9)
     assert abs(expected[-1] - unclipped[-1]) > 0.1
 
-    def averaged(limit):
-        return optaxclip.clip_by_global_norm(limit, specs=PartitionSpec())
+    def averaged(threshold):
+        return optaxclip.clip_by_global_norm(threshold, specs=PartitionSpec())
 
     np.testing.assert_allclose(losses_of(averaged), expected, rtol=1e-4)
 

@@ -10,7 +10,7 @@ import shown_code
 import optaxclip
 from optaxclip import monitor
 
-LIMIT, EPOCHS = 0.05, 20
+THRESHOLD, EPOCHS = 0.05, 20
 X = np.random.default_rng(0).normal(size=(32, 5)).astype(np.float32)
 Y = X @ np.random.default_rng(1).normal(size=(5, 1)).astype(np.float32)
 
@@ -50,8 +50,8 @@ def test_in_fit_it_is_the_clip_of_keras(keras, model):
     start = model.get_weights()
     runs = {}
     for name, optimizer in {
-        "keras": keras.optimizers.Adam(0.01, global_clipnorm=LIMIT),
-        "ours": with_clip(keras, optaxclip.clip_by_global_norm(LIMIT, record=False)),
+        "keras": keras.optimizers.Adam(0.01, global_clipnorm=THRESHOLD),
+        "ours": with_clip(keras, optaxclip.clip_by_global_norm(THRESHOLD, record=False)),
         "without": keras.optimizers.Adam(0.01),
     }.items():
         model.set_weights(start)
@@ -62,14 +62,14 @@ def test_in_fit_it_is_the_clip_of_keras(keras, model):
 
 def test_in_fit_any_clip_without_memory_is_taken(keras, model):
     clip = optaxclip.clip_by_group_norm(
-        {"kernel": LIMIT, "bias": LIMIT}, ["kernel", "bias"] * 2, record=False
+        {"kernel": THRESHOLD, "bias": THRESHOLD}, ["kernel", "bias"] * 2, record=False
     )
     losses = losses_of_fit(model, with_clip(keras, clip))
     assert losses[-1] < 0.95 * losses[0]
 
 
 def test_in_a_loop_of_ones_own_the_record_is_logged(keras, model):
-    tx = optax.chain(optaxclip.zclip(warmup_steps=3, max_norm=LIMIT), optax.adam(0.01))
+    tx = optax.chain(optaxclip.zclip(warmup_steps=3, max_norm=THRESHOLD), optax.adam(0.01))
     params = [variable.value for variable in model.trainable_variables]
 
     def loss_fn(params):
@@ -98,13 +98,13 @@ def test_in_fit_a_rule_keeps_its_state_in_variables(keras, model, tmp_path):
     block = shown_code.block_with("docs/trainers.md", "def clip_state")
     shown = shown_code.run(block, "docs/trainers.md", keras=keras, jax=jax, optaxclip=optaxclip)
     make = shown["Adam"]
-    make.clip = optaxclip.zclip(warmup_steps=3, max_norm=LIMIT)
+    make.clip = optaxclip.zclip(warmup_steps=3, max_norm=THRESHOLD)
     start, optimizer = model.get_weights(), make(0.01)
     losses = losses_of_fit(model, optimizer)
     (info,) = monitor.read(optimizer.clip_state()).values()
     assert optimizer.clip_state().steps == EPOCHS
     assert info.num_clipped > 0
-    assert np.isfinite(info.limit)
+    assert np.isfinite(info.threshold)
 
     model.save(tmp_path / "model.keras")
     restored = keras.models.load_model(tmp_path / "model.keras", {"Adam": make})

@@ -75,6 +75,6 @@ def test_a_skip_saves_the_run_that_does_not_stop(imported, config, tmp_path):
     skipped = [of_step["skip_nonfinite/num_skipped"] for of_step in logged]
     assert skipped == [0, 0, 1, 1, 1]
     assert logged[-1]["zclip/num_nonfinite"] == 0
-    assert monitor.verdict(state.opt_state) == "ok"
+    assert monitor.step_status(state.opt_state) == "ok"
     learning_rate = state.opt_state.inner_state[1].hyperparams["learning_rate"]
     assert float(learning_rate) > 0

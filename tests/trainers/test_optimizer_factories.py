@@ -12,7 +12,7 @@ from optaxclip import monitor
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32), "b": jnp.zeros(3)}
 X, Y = (jnp.asarray(RNG.normal(size=(16, n)), jnp.float32) for n in (4, 3))
-LIMIT, STEPS = 0.05, 20
+THRESHOLD, STEPS = 0.05, 20
 
 
 def losses_with(tx):
@@ -32,29 +32,29 @@ def losses_with(tx):
     return losses, state
 
 
-def by_eformer(imported, limit):
+def by_eformer(imported, threshold):
     module = imported("eformer.optimizers")
     tx, _ = module.OptimizerFactory.create(
         "adamw",
         scheduler_config=module.SchedulerConfig(learning_rate=0.01, steps=100),
         optimizer_config=module.AdamWConfig(),
-        clip_grad=limit,
+        clip_grad=threshold,
     )
     return tx
 
 
-def by_levanter(imported, limit):
+def by_levanter(imported, threshold):
     module = imported("levanter.optim")
-    return module.AdamConfig(learning_rate=0.01, max_grad_norm=limit).build(100)
+    return module.AdamConfig(learning_rate=0.01, max_grad_norm=threshold).build(100)
 
 
 @pytest.mark.parametrize("build", [by_eformer, by_levanter])
 def test_it_trains_as_with_the_clip_of_optax(imported, monkeypatch, build):
-    expected, _ = losses_with(build(imported, LIMIT))
+    expected, _ = losses_with(build(imported, THRESHOLD))
     unclipped, _ = losses_with(build(imported, 1e9))
     assert abs(expected[-1] / unclipped[-1] - 1) > 1e-4
     monkeypatch.setattr(optax, "clip_by_global_norm", optaxclip.clip_by_global_norm)
-    losses, state = losses_with(build(imported, LIMIT))
+    losses, state = losses_with(build(imported, THRESHOLD))
     np.testing.assert_allclose(losses, expected, rtol=4e-7)
     (info,) = monitor.read(state).values()
     assert info.num_clipped == STEPS

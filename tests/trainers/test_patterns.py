@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 import optaxclip
 from optaxclip import monitor, scopes, thresholds
 
-LIMIT = 0.5
+THRESHOLD = 0.5
 RNG = np.random.default_rng(0)
 PARAMS = {
     "encoder": {"kernel": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32), "bias": jnp.zeros(3)},
@@ -62,10 +62,10 @@ def test_maxtext_hands_its_train_state_to_a_clip(has_fp8):
     @jax.jit
     def train_step(state, grads):
         grads = {**grads, **stats}
-        ours = optaxclip.clip_by_global_norm(LIMIT, record=False)
+        ours = optaxclip.clip_by_global_norm(THRESHOLD, record=False)
         clipped = apply_gradient_clipping(grads, state, ours)
         without_state = apply_gradient_clipping(grads, None, ours)
-        expected = apply_gradient_clipping(grads, state, optax.clip_by_global_norm(LIMIT))
+        expected = apply_gradient_clipping(grads, state, optax.clip_by_global_norm(THRESHOLD))
         new_state = state.apply_gradients(grads={name: clipped[name] for name in PARAMS})
         return new_state, clipped, without_state, expected
 
@@ -82,8 +82,8 @@ def test_maxtext_hands_its_train_state_to_a_clip(has_fp8):
 def test_maxtext_passes_loss_and_norm_and_logs_a_flat_dict():
     """src/maxtext/trainers/pre_train/train.py, train_step with skip_step_on_spikes."""
     spikes = thresholds.window(6.0, 8, ddof=1, min_std=0.0, warmup_steps=3)
-    inner = optax.chain(optaxclip.clip_by_global_norm(LIMIT), optax.sgd(1.0, momentum=0.9))
-    tx = optaxclip.skip_above(inner, spikes, loss_limit=spikes, known_norm="grad_norm")
+    inner = optax.chain(optaxclip.clip_by_global_norm(THRESHOLD), optax.sgd(1.0, momentum=0.9))
+    tx = optaxclip.skip_above(inner, spikes, loss_threshold=spikes, known_norm="grad_norm")
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
 
     @jax.jit
@@ -123,7 +123,7 @@ def test_maxtext_keeps_the_state_of_a_rule_in_an_nnx_optimizer():
 
     spikes = thresholds.window(6.0, 8, ddof=1, min_std=0.0, warmup_steps=3)
     base_opt = optax.sgd(0.01, momentum=0.9)
-    base_opt = optaxclip.skip_above(base_opt, spikes, loss_limit=spikes, known_norm="grad_norm")
+    base_opt = optaxclip.skip_above(base_opt, spikes, loss_threshold=spikes, known_norm="grad_norm")
     tx = optax.chain(optaxclip.zclip(warmup_steps=3), base_opt)
     model = NnxModel()
     graphdef, state = nnx.split(TrainStateNNX(model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
@@ -151,8 +151,8 @@ def test_maxtext_keeps_the_state_of_a_rule_in_an_nnx_optimizer():
         logged.append(metrics)
     skipped = [int(metrics["learning/skip_above/num_skipped"]) for metrics in logged]
     assert skipped == [0] * 6 + [1] * 2
-    assert np.isinf(logged[0]["learning/zclip/limit"])
-    assert np.isfinite(logged[-1]["learning/zclip/limit"])
+    assert np.isinf(logged[0]["learning/zclip/threshold"])
+    assert np.isfinite(logged[-1]["learning/zclip/threshold"])
     assert np.isfinite(logged[-1]["learning/loss"])
 
 
@@ -169,7 +169,7 @@ def test_nanodo_looks_into_the_state_of_multi_steps():
         return new_state, monitor.metrics(new_opt_state, "grads/")
 
     def run(make):
-        tx = make(optax.chain(optaxclip.clip_by_global_norm(LIMIT), optax.adam(0.1)))
+        tx = make(optax.chain(optaxclip.clip_by_global_norm(THRESHOLD), optax.adam(0.1)))
         state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
         with jax.numpy_dtype_promotion("standard"):
             for step in range(8):
@@ -194,7 +194,7 @@ def test_big_vision_masks_the_clip_and_freezes_leaves(make):
     frozen = {"encoder": {"kernel": True, "bias": False}, "head": {"kernel": False}}
     trained = jax.tree.map(lambda x: not x, frozen)
     tx = optax.chain(
-        optax.masked(make(LIMIT), trained),
+        optax.masked(make(THRESHOLD), trained),
         optax.masked(optax.scale_by_adam(), trained),
         optax.scale(1e-3),
         optax.add_decayed_weights(1e-4, trained),
@@ -204,14 +204,14 @@ def test_big_vision_masks_the_clip_and_freezes_leaves(make):
 
     @jax.jit
     def step(grads, state):
-        clipped, _ = optax.masked(make(LIMIT), trained).update(grads, state[0], PARAMS)
+        clipped, _ = optax.masked(make(THRESHOLD), trained).update(grads, state[0], PARAMS)
         return clipped, *tx.update(grads, state, PARAMS)
 
     with jax.numpy_dtype_promotion("standard"):
         clipped, updates, state = step(GRADS, tx.init(PARAMS))
     np.testing.assert_array_equal(updates["encoder"]["kernel"], 0)
     counted = [clipped["encoder"]["bias"], clipped["head"]["kernel"]]
-    np.testing.assert_allclose(norm_of(counted), LIMIT, rtol=1e-6)
+    np.testing.assert_allclose(norm_of(counted), THRESHOLD, rtol=1e-6)
     np.testing.assert_array_equal(clipped["encoder"]["kernel"], GRADS["encoder"]["kernel"])
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(PARAMS))
 
@@ -225,12 +225,12 @@ def test_flax_boxed_parameters_stay_in_their_boxes(make):
             return linen.Dense(2, kernel_init=init)(x)
 
     params = Model().init(jax.random.key(0), jnp.ones((1, 3)))
-    tx = optax.chain(make(LIMIT), optax.sgd(1.0))
+    tx = optax.chain(make(THRESHOLD), optax.sgd(1.0))
     grads = jax.tree.map(lambda x: 3.0 * jnp.ones_like(x), params)
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert isinstance(updates["params"]["Dense_0"]["kernel"], linen.Partitioned)
-    np.testing.assert_allclose(norm_of(updates), LIMIT, rtol=1e-6)
+    np.testing.assert_allclose(norm_of(updates), THRESHOLD, rtol=1e-6)
 
 
 # t5x: t5x/optimizers.py, OptaxStatePartitionRules, with the states that are needed here.
@@ -260,11 +260,13 @@ def test_t5x_rules_by_the_type_of_a_state():
 
     axes = jax.tree.map(lambda x: ("embed",) * x.ndim, PARAMS)
     expected = derive_optax_logical_axes(
-        chain(optax.clip_by_global_norm(LIMIT)).init(PARAMS), axes, RULES
+        chain(optax.clip_by_global_norm(THRESHOLD)).init(PARAMS), axes, RULES
     )
-    without = chain(optaxclip.clip_by_global_norm(LIMIT, record=False)).init(PARAMS)
+    without = chain(optaxclip.clip_by_global_norm(THRESHOLD, record=False)).init(PARAMS)
     assert derive_optax_logical_axes(without, axes, RULES) == expected
-    state = chain(optaxclip.clip_by_group_norm(LIMIT, {"encoder": "a", "head": "b"})).init(PARAMS)
+    state = chain(optaxclip.clip_by_group_norm(THRESHOLD, {"encoder": "a", "head": "b"})).init(
+        PARAMS
+    )
     with pytest.raises(ValueError, match="unregistered optax state type ClipState"):
         derive_optax_logical_axes(state, axes, RULES)
     # The line that t5x needs.
@@ -277,7 +279,7 @@ def test_t5x_rules_by_the_type_of_a_state():
 @clips
 def test_purejaxrl_maps_seeds_over_scans(make):
     """jax.vmap over seeds, of a train function that is a scan of scans."""
-    tx = optax.chain(make(LIMIT), optax.sgd(0.1))
+    tx = optax.chain(make(THRESHOLD), optax.sgd(0.1))
 
     def train(key):
         params = {"w": jax.random.normal(key, (3,))}

@@ -12,7 +12,7 @@ from flax import nnx
 import optaxclip
 from optaxclip import monitor
 
-LIMIT, STEPS = 0.01, 8
+THRESHOLD, STEPS = 0.01, 8
 
 
 class Trainers:
@@ -77,12 +77,12 @@ def chain(clip):
 
 @pytest.fixture(scope="module")
 def of_optax(tunix):
-    return tunix.train(chain(optax.clip_by_global_norm(LIMIT)))[0]
+    return tunix.train(chain(optax.clip_by_global_norm(THRESHOLD)))[0]
 
 
 @pytest.mark.parametrize("record", [True, False])
 def test_it_trains_as_with_the_clip_of_optax(tunix, of_optax, record):
-    losses, trainer = tunix.train(chain(optaxclip.clip_by_global_norm(LIMIT, record=record)))
+    losses, trainer = tunix.train(chain(optaxclip.clip_by_global_norm(THRESHOLD, record=record)))
     np.testing.assert_allclose(losses, of_optax, rtol=4e-7)
     unclipped, _ = tunix.train(chain(optaxclip.clip_by_global_norm(np.inf)), steps=2)
     assert abs(losses[1] / unclipped[1] - 1) > 1e-5
@@ -106,8 +106,8 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(tunix, tmp_path)
 
 def test_a_run_that_began_with_optax_goes_on_without_a_record(tunix, of_optax, tmp_path):
     folder = str(tmp_path / "optax")
-    tunix.train(chain(optax.clip_by_global_norm(LIMIT)), STEPS // 2, folder)
-    ours = chain(optaxclip.clip_by_global_norm(LIMIT, record=False))
+    tunix.train(chain(optax.clip_by_global_norm(THRESHOLD)), STEPS // 2, folder)
+    ours = chain(optaxclip.clip_by_global_norm(THRESHOLD, record=False))
     losses, _ = tunix.train(ours, STEPS, folder)
     np.testing.assert_allclose(losses, of_optax[STEPS // 2 :], rtol=4e-7)
 
@@ -115,7 +115,7 @@ def test_a_run_that_began_with_optax_goes_on_without_a_record(tunix, of_optax, t
 @pytest.mark.parametrize("by_tunix", [True, False])
 def test_a_nan_in_one_microbatch(tunix, by_tunix):
     """Its own accumulation is `optax.MultiSteps`, in 0.1.7; around ours there is a skip."""
-    tx, options = chain(optaxclip.clip_by_global_norm(LIMIT)), {}
+    tx, options = chain(optaxclip.clip_by_global_norm(THRESHOLD)), {}
     if by_tunix:
         tx, options = optaxclip.skip_nonfinite(tx), {"gradient_accumulation_steps": 2}
     else:
@@ -146,7 +146,7 @@ def test_a_nan_in_one_microbatch(tunix, by_tunix):
     assert all(np.isfinite(x).all() for x in weights[-1])
     if by_tunix:
         assert not any(moved)
-        assert monitor.verdict(trainer.optimizer, STEPS - 1) == "roll back"
+        assert monitor.step_status(trainer.optimizer, STEPS - 1) == "roll back"
     else:
         assert any(moved[-3:])
-        assert monitor.verdict(trainer.optimizer) == "ok"
+        assert monitor.step_status(trainer.optimizer) == "ok"

@@ -22,7 +22,10 @@ BROKEN = {
     ),
     "deep objects": ('{"a":' * DEEP + "1" + "}" * DEEP, "nested too deeply"),
     "a deep last line": ('{"norm": 1}\n' + '{"a":' * DEEP, "nested too deeply"),
-    "a long cell": (f"norm,loss\n{LONG},1\n", "is damaged: field larger than field limit (131072)"),
+    "a long cell": (
+        f"norm,loss\n{LONG},1\n",
+        "is damaged: field larger than field threshold (131072)",
+    ),
     "a quote that is not closed": (f'norm\n1\n"2\n{LONG}', "delete what is damaged, or copy"),
     "zeros": ("\0" * 999, "log holds zero bytes in place of text: copy the file anew"),
     "zeros inside": ("norm\n1\n" + "\0" * 999 + "\n2\n", "log holds zero bytes"),

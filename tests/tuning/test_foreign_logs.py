@@ -145,9 +145,9 @@ PLAIN = [
     (["optim/total_grad_norm", "optim/update_norm"], "optim/total_grad_norm"),
     (["grad_2.0_norm_total", "grad_2.0_norm/w", "grad_2.0_norm/b"], "grad_2.0_norm_total"),
     (["gnorm", "wps", "loss"], "gnorm"),
-    (["loss", "record/norm", "clip/norm", "clip/limit", "skip/norm"], "record/norm"),
+    (["loss", "record/norm", "clip/norm", "clip/threshold", "skip/norm"], "record/norm"),
     (["train/record/norm", "train/clip/norm"], "train/record/norm"),
-    (["clip_by_global_norm/norm", "clip_by_global_norm/limit"], "clip_by_global_norm/norm"),
+    (["clip_by_global_norm/norm", "clip_by_global_norm/threshold"], "clip_by_global_norm/norm"),
     (["Step", "Wall time", "Value"], "Value"),
     (["_step", "_runtime", "_timestamp", "value"], "value"),
     (["actor/grad_norm", "critic/grad_norm", "norm"], None),
@@ -171,10 +171,10 @@ def test_the_column_that_is_plainly_the_norm(names, column):
 
 
 def test_a_null_is_a_norm_that_is_not_finite():
-    text = '{"norm": 1.0, "limit": null}\n{"norm": null}\n{"loss": 2.0}'
+    text = '{"norm": 1.0, "threshold": null}\n{"norm": null}\n{"loss": 2.0}'
     np.testing.assert_array_equal(parse_norms(text.encode(), None, "log").norms, [1.0, np.nan])
-    with pytest.raises(ValueError, match="the column 'limit' is empty"):
-        parse_norms(text.encode(), "limit", "log")
+    with pytest.raises(ValueError, match="the column 'threshold' is empty"):
+        parse_norms(text.encode(), "threshold", "log")
 
 
 @pytest.mark.parametrize("text", ["note,norm\nlr=1,2.5\nlr=2,3.5\n", "lr=1,norm\n1,2.5\n2,3.5\n"])

@@ -107,14 +107,14 @@ def test_steps_are_those_of_the_log(tmp_path):
     assert "keeps the norm of every step" in str(found).splitlines()[1]
     pytest.importorskip("matplotlib")
     lines = {line.get_label(): line for line in plots.norms_over_steps(found).lines}
-    assert lines["above the limit (1)"].get_xdata().tolist() == [1500]
+    assert lines["above the threshold (1)"].get_xdata().tolist() == [1500]
     bars = plots.norm_histogram(found).get_legend_handles_labels()[1]
     assert "spikes (1)" in bars
     # Without a column of steps they are the rows, from 0.
     found = suggestion("norm\n" + rows("{x}"), tmp_path)
     assert (found.spikes.tolist(), found.doubts) == ([150], ())
     lines = {line.get_label(): line for line in plots.norms_over_steps(found).lines}
-    assert lines["above the limit (1)"].get_xdata().tolist() == [150]
+    assert lines["above the threshold (1)"].get_xdata().tolist() == [150]
     assert plots.norms_over_steps(NORMS, 3.0).lines[0].get_xdata()[0] == 0
 
 

@@ -189,7 +189,7 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
     assert printed.err == ""
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     printed = run(capsys, tmp_path / "log.csv", "--json", "--plot", picture)
-    assert json.loads(printed.out)["limit"] == tuning.suggest(NORMS).limit
+    assert json.loads(printed.out)["threshold"] == tuning.suggest(NORMS).threshold
     assert printed.err == f"picture: {picture}\n"
 
 

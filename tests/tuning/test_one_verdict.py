@@ -37,7 +37,7 @@ def check(norms):
         warnings.simplefilter("ignore", UserWarning)
         found = tuning.suggest(norms)
     text, counted = str(found), found.counted
-    above = int(np.sum(found.norms[counted] > found.limit))
+    above = int(np.sum(found.norms[counted] > found.threshold))
 
     # What is counted: the finite positive norms after the warm-up.
     later = norms[found.warmup_steps :]
@@ -51,16 +51,18 @@ def check(norms):
     warmup, of_text = re.search(r"(\d+) of warm-up, then (\d+) that are counted", text).groups()
     assert (int(warmup), int(of_text)) == (found.warmup_steps, counted.sum())
     assert f" {len(found.spikes)} spikes" in text
-    constant, adaptive = f"clip_by_global_norm({found.limit:g})", found.adaptive.call
+    constant, adaptive = f"clip_by_global_norm({found.threshold:g})", found.adaptive.call
     rows = [line for line in text.splitlines() if " clips " in line and line.startswith("  ")]
     assert len(rows) == 6
     suggested = [line.split("  clips ")[0].strip() for line in rows if "suggested" in line]
     call = {"constant": [constant], "adaptive": [adaptive], "none": []}[found.verdict]
     assert suggested == call
-    assert text.startswith(adaptive if found.verdict == "adaptive" else f"limit {found.limit:g}")
-    assert ("no constant limit fits" in text) == (found.verdict == "adaptive")
-    assert ("no limit fits" in text) <= (found.verdict != "constant")
-    assert ("no norm is above the limit" in text) <= (above == 0)
+    assert text.startswith(
+        adaptive if found.verdict == "adaptive" else f"threshold {found.threshold:g}"
+    )
+    assert ("no constant threshold fits" in text) == (found.verdict == "adaptive")
+    assert ("no threshold fits" in text) <= (found.verdict != "constant")
+    assert ("no norm is above the threshold" in text) <= (above == 0)
     assert f"clips {found.share_clipped:6.1%}  " in rows[0]
 
     # What the pictures mark.
@@ -70,15 +72,15 @@ def check(norms):
     labels = [ax.get_legend_handles_labels()[1] for ax in (over_steps, histogram)]
     (line,) = set(labels[0]) & set(labels[1])
     name = {"constant": "", "adaptive": "best constant ", "none": "doubtful "}[found.verdict]
-    assert line == f"{name}limit {found.limit:g}, clips {found.share_clipped:.1%}"
+    assert line == f"{name}threshold {found.threshold:g}, clips {found.share_clipped:.1%}"
     marked, bars = (counts(x) for x in labels)
-    assert marked["above the limit"] == above
+    assert marked["above the threshold"] == above
     assert marked.get("warm-up, not counted", 0) == found.warmup_steps
     assert marked.get("not finite", 0) == found.num_nonfinite
     assert sum(bars.values()) == counted.sum()
     assert bars.get("spikes", 0) == len(found.spikes)
-    clipped_spikes = np.sum(found.norms[found.spikes] > found.limit)
-    assert bars.get("above the limit, no spikes", 0) == above - clipped_spikes
+    clipped_spikes = np.sum(found.norms[found.spikes] > found.threshold)
+    assert bars.get("above the threshold, no spikes", 0) == above - clipped_spikes
     return found
 
 
@@ -91,7 +93,7 @@ def test_a_log_with_a_warmup_whose_level_moves():
     found = check(norms)
     assert (found.warmup_steps, found.regime, found.verdict) == (25, "drifting", "constant")
     assert found.share_clipped == 3 / 275
-    assert np.sum(norms > found.limit) > 10  # most of them in the warm-up
+    assert np.sum(norms > found.threshold) > 10  # most of them in the warm-up
 
 
 def many_kinds(seed):
@@ -111,21 +113,21 @@ def many_kinds(seed):
 
 def true_sentences(found):
     """What may be said, and whether it is true; a sentence that is true need not be said."""
-    above = np.any(found.norms[found.counted] > found.limit)
+    above = np.any(found.norms[found.counted] > found.threshold)
     moves, is_lost = found.regime != "stationary", found.verdict == "none"
     return {
-        "no constant limit fits": found.verdict == "adaptive",
-        "no limit fits start and end": found.verdict == "adaptive" and moves,
+        "no constant threshold fits": found.verdict == "adaptive",
+        "no threshold fits start and end": found.verdict == "adaptive" and moves,
         "the level of the norms falls": moves,
-        "so no constant limit fits": found.verdict == "adaptive" and moves,
+        "so no constant threshold fits": found.verdict == "adaptive" and moves,
         f"the level of the norms is {found.regime}": moves and not is_lost,
         "the adaptive rule follows": moves and not is_lost,
-        "spikes are below the limit": np.any(found.norms[found.is_spike] <= found.limit),
-        "no norm is above the limit": not above,
-        "show no good limit": is_lost,
+        "spikes are below the threshold": np.any(found.norms[found.is_spike] <= found.threshold),
+        "no norm is above the threshold": not above,
+        "show no good threshold": is_lost,
         "does the run explode?": is_lost,
         "was the run lost?": is_lost,
-        "a limit above them does little": is_lost,
+        "a threshold above them does little": is_lost,
         "use optaxclip.skip_nonfinite": found.num_nonfinite > 0,
         "suggested": not is_lost,
         " spikes from ": len(found.spikes) > 0,
@@ -147,7 +149,7 @@ def test_no_two_sentences_contradict_each_other(runs):
         assert ("in doubt" in lines[0]) == bool(found.doubts), said
         assert sum("suggested" in line for line in said) == (found.verdict != "none"), said
         assert [line for line in found.notes if line not in said] == []
-        assert ("no constant limit fits" in lines[0]) == (found.verdict == "adaptive"), said
+        assert ("no constant threshold fits" in lines[0]) == (found.verdict == "adaptive"), said
 
 
 @pytest.mark.slow
@@ -163,7 +165,7 @@ def test_a_verdict_is_in_the_json():
     assert read["column"] is None
 
 
-def test_a_suggestion_brings_its_own_limit_to_the_picture():
+def test_a_suggestion_brings_its_own_threshold_to_the_picture():
     found = check(log_of_a_run(0))
-    with pytest.raises(ValueError, match=r"limit must be None .* pass suggestion\.norms"):
+    with pytest.raises(ValueError, match=r"threshold must be None .* pass suggestion\.norms"):
         plots.norms_over_steps(found, 1.0)

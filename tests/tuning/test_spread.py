@@ -25,7 +25,7 @@ NORMAL, HEAVY = 0.3 * special.ndtri(PLACES), 0.2 * special.stdtrit(3, PLACES)
 
 
 def test_the_spread_is_a_standard_deviation_and_the_tail_decides_what_is_a_spike():
-    assert spreads._spread(NORMAL) == pytest.approx(0.3, rel=2e-3)
+    assert spreads._pad_to_global(NORMAL) == pytest.approx(0.3, rel=2e-3)
     last = 0.3 * special.ndtri(1 - 0.1 / 999)  # a tenth of a norm is further away
     border, seldom = spreads._border(NORMAL)
     assert last < border < 1.5 * last
@@ -45,18 +45,18 @@ def test_a_norm_is_no_spike_near_its_level_and_always_one_far_from_it():
         assert np.exp(spreads._border(deviations)[0]) == pytest.approx(border)
 
 
-def test_the_limit_is_some_standard_deviations_above_the_highest_level():
+def test_the_threshold_is_some_standard_deviations_above_the_highest_level():
     """No single norm moves it far, and it is from 1.5 to 8 times that level."""
     rng = np.random.default_rng(0)
     logs = rng.permutation(NORMAL)
-    limit = spreads.shape_of(logs).limit
-    assert limit == pytest.approx(4.5 * 0.3, rel=0.05)
+    threshold = spreads.shape_of(logs).threshold
+    assert threshold == pytest.approx(4.5 * 0.3, rel=0.05)
     logs[500] = 1.2
-    assert spreads.shape_of(logs).limit == pytest.approx(limit, rel=0.01)
+    assert spreads.shape_of(logs).threshold == pytest.approx(threshold, rel=0.01)
     for scale, times in (0.01, 1.5), (3, 8.0):
-        assert np.exp(spreads.shape_of(scale * logs).limit) == pytest.approx(times, rel=0.1)
+        assert np.exp(spreads.shape_of(scale * logs).threshold) == pytest.approx(times, rel=0.1)
     steps = spreads.shape_of(0.1 * logs + np.repeat([0.0, 0.5, 1.0], 333))
-    assert (steps.low, steps.limit) == pytest.approx((0.0, 1.0 + np.log(1.5)), abs=0.1)
+    assert (steps.low, steps.threshold) == pytest.approx((0.0, 1.0 + np.log(1.5)), abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_limit_is_some_standard_deviations_above_the_highest_level():
 )
 def test_the_spread_is_that_of_the_wider_side_with_enough_norms(up, down, expected):
     """Norms that equal their level are on neither side."""
-    spread = spreads._spread(np.array([*up, *np.negative(down), *[0.0] * 40]))
+    spread = spreads._pad_to_global(np.array([*up, *np.negative(down), *[0.0] * 40]))
     assert spread == pytest.approx(expected / NormalDist().inv_cdf(0.75))
 
 

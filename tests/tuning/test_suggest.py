@@ -1,4 +1,4 @@
-"""Suggested limits: spikes that are known are found, and the demo trains with what comes out."""
+"""Suggested thresholds: spikes that are known are found, and the demo trains with what comes out."""
 
 import dataclasses
 import json
@@ -63,8 +63,8 @@ def test_stationary_norms(spread, steps):
     for seed in range(5):
         norms, is_spike = synthetic(seed, spread, steps=steps)
         found = tuning.suggest(norms)
-        assert norms[~is_spike].max() <= found.limit * 1.01
-        assert found.limit < norms[is_spike].min()
+        assert norms[~is_spike].max() <= found.threshold * 1.01
+        assert found.threshold < norms[is_spike].min()
         assert found.regime == "stationary"
         assert found.share_clipped == pytest.approx(is_spike.mean(), abs=1 / steps)
         assert found.spread == pytest.approx(spread, rel=0.3)
@@ -103,7 +103,7 @@ def test_the_warmup_is_told_from_what_follows():
         found = tuning.suggest(norms)
         assert 50 < found.warmup_steps < 200
         assert found.regime == "stationary"
-        assert found.limit < 2.0 < norms[0]
+        assert found.threshold < 2.0 < norms[0]
 
 
 def test_a_level_is_a_median_of_as_many_steps_before_as_after():
@@ -111,18 +111,18 @@ def test_a_level_is_a_median_of_as_many_steps_before_as_after():
     assert spreads.shape_of(logs).level[100] == np.median(logs[90:111])
 
 
-def test_the_limit_of_a_level_that_hardly_moves_is_above_its_highest_place():
+def test_the_threshold_of_a_level_that_hardly_moves_is_above_its_highest_place():
     wave = np.exp(0.15 * np.sin(np.linspace(0, 9, STEPS)))
     found = tuning.suggest(wave * np.exp(0.02 * np.random.default_rng(0).normal(size=STEPS)))
     assert found.regime == "stationary"
-    assert found.limit == pytest.approx(1.5 * np.exp(0.15), rel=0.05)
+    assert found.threshold == pytest.approx(1.5 * np.exp(0.15), rel=0.05)
 
 
 def test_scale_free_and_deterministic():
     norms, _ = synthetic(0, 0.2)
     first, again, scaled = (tuning.suggest(x) for x in (norms, norms, 1e-12 * norms))
     assert first.to_dict() == again.to_dict()
-    assert scaled.limit == pytest.approx(1e-12 * first.limit, rel=0.01)
+    assert scaled.threshold == pytest.approx(1e-12 * first.threshold, rel=0.01)
     np.testing.assert_array_equal(scaled.spikes, first.spikes)
 
 
@@ -131,7 +131,7 @@ def test_steps_that_are_not_finite_are_counted_and_left_out():
     with_bad = np.insert(norms, [100, 500], [np.nan, np.inf])
     clean, found = tuning.suggest(norms), tuning.suggest(with_bad)
     assert (found.num_nonfinite, clean.num_nonfinite) == (2, 0)
-    assert (found.limit, found.share_clipped) == (clean.limit, clean.share_clipped)
+    assert (found.threshold, found.share_clipped) == (clean.threshold, clean.share_clipped)
     np.testing.assert_array_equal(with_bad[found.spikes], norms[is_spike])
     assert "skip_nonfinite" in str(found)
     assert "skip_nonfinite" not in str(clean)
@@ -146,7 +146,7 @@ def test_ordinary_norms_that_are_equal_hide_no_spikes(below):
     norms[[50, 60, 180]] = 10.0, 50.0, 1e40  # beyond float32
     found = tuning.suggest(norms)
     assert found.spikes.tolist() == [50, 60, 180]
-    assert 1.0 < found.limit < 2.0
+    assert 1.0 < found.threshold < 2.0
     assert found.spread < 0.01
     assert found.doubts == ()
     assert found.adaptive.share_clipped == np.float32(3 / 200)
@@ -155,7 +155,7 @@ def test_ordinary_norms_that_are_equal_hide_no_spikes(below):
 def test_shares_are_those_of_the_steps():
     norms, _ = synthetic(3, 0.2)
     found = tuning.suggest(norms)
-    assert found.share_clipped == np.mean(norms > found.limit)
+    assert found.share_clipped == np.mean(norms > found.threshold)
     percent = round(100 * (1 - found.share_clipped), 1)
     assert 97 < percent < 99
     assert found.adaptive.call == f"autoclip({percent:g}, window=100)"
@@ -172,10 +172,10 @@ def test_shares_and_percentiles_leave_out_the_same_steps():
     assert 50 < found.warmup_steps < 200
     np.testing.assert_array_equal(norms[found.counted], after)
     assert found.to_dict()["num_counted"] == len(after)
-    assert found.share_clipped == np.mean(after > found.limit)
+    assert found.share_clipped == np.mean(after > found.threshold)
     for other, percent in zip(found.percentiles, (90, 95, 99), strict=True):
         assert other.share_clipped == pytest.approx(1 - percent / 100, abs=0.003)
-    # AutoClip at the limit's percentile: it sees the large norms of the warm-up, and clips later.
+    # AutoClip at the threshold's percentile: it sees the large norms of the warm-up, and clips later.
     assert found.adaptive.call.startswith("autoclip")
     assert found.adaptive.share_clipped < 0.06
 
@@ -198,7 +198,7 @@ def test_of_many_norms_the_rule_is_replayed_on_the_last(steps, shape, monkeypatc
 
     def step(states, norm):
         states = [clip.update(norm, state)[1] for clip, state in zip(clips, states, strict=True)]
-        return states, [(state.info.fraction > 0, state.info.limit) for state in states]
+        return states, [(state.info.fraction > 0, state.info.threshold) for state in states]
 
     replayed = jnp.float32(norms[-1000:])
     started = [clip.init(replayed[0]) for clip in clips]
@@ -206,16 +206,16 @@ def test_of_many_norms_the_rule_is_replayed_on_the_last(steps, shape, monkeypatc
     after = max(found.warmup_steps - (steps - 1000), 0)
     for alternative, (clipped, _) in zip((found.adaptive, found.unchosen), rows, strict=True):
         assert alternative.share_clipped == np.mean(np.asarray(clipped[after:]))
-    assert found.unchosen_limit == pytest.approx(rows[1][1].item(-1), rel=1e-5)
-    assert f"ends at {found.unchosen_limit:.3g}" in found.unchosen.why
+    assert found.unchosen_threshold == pytest.approx(rows[1][1].item(-1), rel=1e-5)
+    assert f"ends at {found.unchosen_threshold:.3g}" in found.unchosen.why
     assert ("of the last 1000 steps" in found.adaptive.why) == (shape == "stationary")
     assert (found.warmup_steps > 50) == (shape == "warm-up")
 
 
-def test_how_far_a_limit_is_from_another():
+def test_how_far_a_threshold_is_from_another():
     assert replaying.beside(1.0, 2.5) == "2.5 times below 2.5"
     assert replaying.beside(5.0, 2.0) == "2.5 times above 2"
-    assert replaying.beside(2.02, 2.0) == "as the limit here"
+    assert replaying.beside(2.02, 2.0) == "as the threshold here"
     assert replaying.beside(1.0, 1.1) == "1.1 times below 1.1"
     assert replaying.beside(1.1, 1.0) == "1.1 times above 1"
 
@@ -233,7 +233,7 @@ def test_what_is_no_array_of_norms_is_told_where_they_are():
 def test_what_is_printed():
     found = tuning.suggest(synthetic(0, 0.1)[0])
     lines, sizes = str(found).splitlines(), found.norms[found.spikes]
-    assert lines[0] == f"limit {found.limit:g}"
+    assert lines[0] == f"threshold {found.threshold:g}"
     assert lines[1].startswith(f"{STEPS} steps, 0 of them not finite; 0 of warm-up, then {STEPS} ")
     assert lines[2] == (
         f"typical norm {found.typical_norm:.3g}, most within a factor of "
@@ -331,7 +331,7 @@ def test_norms_of_a_lost_run_are_doubted(name):
     with pytest.warns(UserWarning, match=doubt):
         found = tuning.suggest(norms)
     first, second = str(found).splitlines()[:2]
-    assert first == f"limit {found.limit:g}, in doubt"
+    assert first == f"threshold {found.threshold:g}, in doubt"
     assert second == f"doubt: {found.doubts[0]}"
     assert found.notes[: len(found.doubts)] == found.doubts
     (remedy,) = found.notes[len(found.doubts) :]
@@ -350,7 +350,7 @@ def test_a_level_that_falls_by_decades_is_doubted_and_can_be_followed():
         found = tuning.suggest(with_spike)
     assert found.verdict == "adaptive"
     lines = str(found).splitlines()
-    assert lines[0] == f"{found.adaptive.call}, in doubt, as no constant limit fits"
+    assert lines[0] == f"{found.adaptive.call}, in doubt, as no constant threshold fits"
     (suggested,) = (line for line in lines if "suggested" in line)
     assert suggested.endswith(f"suggested, in doubt, {found.adaptive.why}")
 
@@ -363,10 +363,10 @@ def test_ordinary_norms_are_not_doubted(shape):
         assert "lost" not in str(found)
 
 
-def test_a_limit_above_all_norms_is_said_to_change_nothing():
+def test_a_threshold_above_all_norms_is_said_to_change_nothing():
     assert tuning.suggest(STEADY).adaptive.call == "autoclip(99, window=100)"
     assert tuning.suggest(STEADY).notes == (
-        "no norm is above the limit, which would have changed nothing in this run",
+        "no norm is above the threshold, which would have changed nothing in this run",
     )
     assert tuning.suggest(np.append(STEADY, 50.0)).notes == ()
     falling = tuning.suggest(STEADY * np.exp(np.linspace(2.5, 0.0, len(STEADY))))
@@ -395,8 +395,8 @@ def real():
             patch.setattr(demo, name, value)
         corpus = demo.encode(demo.help_topics())
 
-        def train(limit):
-            optimizer = optax.chain(optaxclip.clip_by_global_norm(limit), demo.sgd(320))
+        def train(threshold):
+            optimizer = optax.chain(optaxclip.clip_by_global_norm(threshold), demo.sgd(320))
             return demo.train(corpus, optimizer, 320, seed=0)
 
         yield train, train(1.0)
@@ -416,11 +416,11 @@ def test_spikes_among_real_norms(real, seed):
 
 
 @pytest.mark.slow
-def test_the_demo_learns_with_the_suggested_limit(real):
+def test_the_demo_learns_with_the_suggested_threshold(real):
     train, recorded = real
-    limit = tuning.suggest(recorded.norm).limit
-    assert np.median(recorded.norm) < limit < np.max(recorded.norm) / 100
-    history = train(limit)
+    threshold = tuning.suggest(recorded.norm).threshold
+    assert np.median(recorded.norm) < threshold < np.max(recorded.norm) / 100
+    history = train(threshold)
     assert np.isfinite(history.loss).all()
     assert history.held_out[-1] < recorded.held_out[-1] + 0.1
 

@@ -12,12 +12,12 @@ from optaxclip.tuning import sweeping
 
 def test_a_loss_may_be_a_number_of_python_and_each_step_is_reported_once():
     done = []
-    step = lambda params, _, limit: (params, 2.0, 0.0 * limit)  # noqa: E731
+    step = lambda params, _, threshold: (params, 2.0, 0.0 * threshold)  # noqa: E731
     result = swept([1.0], 53, step, progress=done.append)
     np.testing.assert_array_equal(result.loss, np.full((1, 53), 2.0))
     assert done == [18, 18, 17]
     # No rule can learn from norms of zero.
-    assert np.isnan(result.unchosen_limit)
+    assert np.isnan(result.unchosen_threshold)
     assert "to choose" not in str(result)
 
 

@@ -22,14 +22,14 @@ from benchmarks.table_file import Row, TableFile, device_name, versions
 
 KEYS = ("size", "optimizer", "case", "method", "tried", "seed")
 COLUMNS = (
-    *("rate", "limit", "start", "end", "lost", "clipped", "norm", "seconds"),
+    *("rate", "threshold", "start", "end", "lost", "clipped", "norm", "seconds"),
     *("device", "versions", "losses"),
 )
 SEEDS, FINDING = (0, 1, 2), 1000
-"""Of the table, and of the runs that find rates and limits."""
+"""Of the table, and of the runs that find rates and thresholds."""
 RATES = 2.0 ** np.arange(-11, -5)
 """Where the best is looked for."""
-LIMITS = (1 / 16, 1 / 4, 1.0)
+THRESHOLDS = (1 / 16, 1 / 4, 1.0)
 """The constants of the sweep, in multiples of the median norm at the best rate."""
 TOO_HIGH = 4.0
 """Times the largest rate that is nearly as good as the best."""
@@ -68,16 +68,16 @@ def _guarded(of: Setting) -> Any:
 
 
 def _front(stage: Callable[[Any], Any]) -> Make:
-    return lambda of: chain(of, watched(stage(of.limit)))
+    return lambda of: chain(of, watched(stage(of.threshold)))
 
 
 METHODS: dict[str, Make] = {
     **dict.fromkeys((NONE, ONE, BEST), _front(optaxclip.clip_by_global_norm)),
     UNCHOSEN: _guarded,
-    "zclip": _front(lambda limit: optaxclip.zclip()),
-    "autoclip": _front(lambda limit: optaxclip.autoclip()),
+    "zclip": _front(lambda threshold: optaxclip.zclip()),
+    "autoclip": _front(lambda threshold: optaxclip.autoclip()),
 }
-"""No clip is the limit infinity, so that constants are one program."""
+"""No clip is the threshold infinity, so that constants are one program."""
 
 
 class Run(NamedTuple):
@@ -91,7 +91,7 @@ class Run(NamedTuple):
       seed: of all that is drawn.
       of: what `case` means.
       rate: the largest of its schedule.
-      limit: of a constant, infinity for none.
+      threshold: of a constant, infinity for none.
     """
 
     optimizer: str
@@ -101,7 +101,7 @@ class Run(NamedTuple):
     seed: int
     of: Case
     rate: float
-    limit: float
+    threshold: float
 
 
 class Study:
@@ -132,7 +132,7 @@ class Study:
         tried = functools.partial(Run, optimizer, seed=FINDING, method=NONE)
         usual = CASES["no fault"]
         rates = [
-            tried("rates", tried=f"{rate:.3g}", of=usual, rate=rate, limit=math.inf)
+            tried("rates", tried=f"{rate:.3g}", of=usual, rate=rate, threshold=math.inf)
             for rate in RATES.tolist()
         ]
         yield from rates
@@ -140,25 +140,25 @@ class Study:
         losses = np.array([float(row["end"]) for row in found])
         best, start = int(losses.argmin()), float(found[0]["start"])
         rate, edge = float(RATES[best]), plan.edge(RATES, losses, start)
-        limits = {part: part * float(found[best]["norm"]) for part in LIMITS}
-        ends = dict.fromkeys(LIMITS, 0.0)
+        thresholds = {part: part * float(found[best]["norm"]) for part in THRESHOLDS}
+        ends = dict.fromkeys(THRESHOLDS, 0.0)
         for case in SWEPT:
-            for part, limit in limits.items():
-                run = tried(case, tried=f"{part:g}", of=CASES[case], rate=rate, limit=limit)
+            for part, threshold in thresholds.items():
+                run = tried(case, tried=f"{part:g}", of=CASES[case], rate=rate, threshold=threshold)
                 yield run
                 ends[part] += float(self.ended(run)["end"])
-        chosen = {ONE: 1.0, BEST: limits[min(ends, key=lambda part: ends[part])]}
+        chosen = {ONE: 1.0, BEST: thresholds[min(ends, key=lambda part: ends[part])]}
         for name, of in CASES.items():
             used = TOO_HIGH * edge if of.is_high else rate
             for method in METHODS:
-                limit = chosen.get(method, math.inf)
+                threshold = chosen.get(method, math.inf)
                 for seed in SEEDS:
-                    yield Run(optimizer, name, method, "", seed, of, used, limit)
+                    yield Run(optimizer, name, method, "", seed, of, used, threshold)
 
     def add(self, run: Run) -> None:
         """Runs one, and writes its row."""
         task, begin = self._of_dtype(run.of.dtype)
-        each = (begin(run.of.fault, run.seed), np.float32(run.rate), np.float32(run.limit))
+        each = (begin(run.of.fault, run.seed), np.float32(run.rate), np.float32(run.threshold))
         inputs = cell.Runs(*jax.tree.map(lambda x: jnp.asarray(x)[None], each))
         program = self._program(run, task, inputs)
         ticks = time.perf_counter()
@@ -167,7 +167,7 @@ class Study:
         self._table.add(
             **self._keys(run),
             rate=f"{run.rate:.4g}",
-            limit=f"{run.limit:.4g}" if math.isfinite(run.limit) else "",
+            threshold=f"{run.threshold:.4g}" if math.isfinite(run.threshold) else "",
             start=f"{outcome.held_out[0]:.4f}",
             end=f"{plan.final(outcome.held_out):.4f}",
             lost=int(plan.is_lost(outcome.held_out)),

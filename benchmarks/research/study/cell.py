@@ -1,6 +1,6 @@
 """A cell of the study: one task, one optimizer, one method, as one compiled program.
 
-Rates, faults, seeds and limits are its inputs. Its runs take turns, because on a CPU large products
+Rates, faults, seeds and thresholds are its inputs. Its runs take turns, because on a CPU large products
 of matrices that differ by run are faster one by one than with `vmap`; the smallest networks are
 faster at once.
 """
@@ -45,12 +45,12 @@ class Runs(NamedTuple):
     Attributes:
       begin: as `beginning` gives it.
       rate: float32[runs].
-      limit: float32[runs].
+      threshold: float32[runs].
     """
 
     begin: Begin
     rate: Array
-    limit: Array
+    threshold: Array
 
 
 class Outcome(NamedTuple):
@@ -75,11 +75,11 @@ def program(
     """The compiled function of a cell; its runs take turns, or are computed at once."""
     grads_of = _gradient(task, method)
 
-    def run(begin: Begin, rate: Array, limit: Array) -> Outcome:
+    def run(begin: Begin, rate: Array, threshold: Array) -> Outcome:
         # The rate that is right for SGD depends on the scale of the loss.
         of_scale = 1 / begin.faults.scale if optimizer_name == "sgd" else 1.0
         parts = optimizer(optimizer_name, rate * of_scale * begin.faults.rate, steps)
-        setting = Setting(*parts, limit, task.noise or 0.0, begin.noise, task.examples)
+        setting = Setting(*parts, threshold, task.noise or 0.0, begin.noise, task.examples)
         tx = optax.with_extra_args_support(method.make(setting))
 
         def step(carry: Any, now: Any) -> tuple[Any, Array]:
@@ -87,7 +87,7 @@ def program(
             batch = task.batch(params, key, is_scrambled)
             weights = faults.weights(factor, is_nan, task.examples)
             scale = monitor.loss_scale(state) if method.is_scaled else 1.0
-            loss, grads = grads_of(params, batch, scale * weights, limit)
+            loss, grads = grads_of(params, batch, scale * weights, threshold)
             updates, state = tx.update(grads, state, params, value=loss / scale)
             return (optax.apply_updates(params, updates), state), ops.global_norm(grads) / scale
 
@@ -127,20 +127,22 @@ def _gradient(task: Task, method: Method) -> Callable[..., tuple[Array, Any]]:
     def loss_fn(params: Any, batch: Any, weights: Array) -> Array:
         return jnp.mean(weights * task.losses(params, batch))
 
-    def of_batch(params: Any, batch: Any, weights: Array, limit: Array) -> tuple[Array, Any]:
+    def of_batch(params: Any, batch: Any, weights: Array, threshold: Array) -> tuple[Array, Any]:
         return jax.value_and_grad(loss_fn)(params, batch, weights)
 
-    def of_examples(params: Any, batch: Any, weights: Array, limit: Array) -> tuple[Array, Any]:
+    def of_examples(params: Any, batch: Any, weights: Array, threshold: Array) -> tuple[Array, Any]:
         singles = jax.tree.map(lambda x: x[:, None], (batch, weights))
         losses, grads = jax.vmap(jax.value_and_grad(loss_fn), (None, 0, 0))(params, *singles)
         return losses.mean(), grads
 
-    def of_microbatches(params: Any, batch: Any, weights: Array, limit: Array) -> tuple[Array, Any]:
+    def of_microbatches(
+        params: Any, batch: Any, weights: Array, threshold: Array
+    ) -> tuple[Array, Any]:
         grads_of = accumulate.value_and_grad(
             loss_fn,
             batch_argnums=(1, 2),
             microbatch_size=task.examples // faults.MICROBATCHES,
-            clip=None if method.limit is None else limit,
+            clip=None if method.threshold is None else threshold,
         )
         loss, grads, _ = grads_of(params, batch, weights)
         return loss, grads

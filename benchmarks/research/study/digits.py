@@ -28,7 +28,7 @@ HIDDEN = 32
 """Units of the private network."""
 PRIVATE_BATCH = 64
 NOISE = 0.8
-"""Of private training, over the limit of an example's norm."""
+"""Of private training, over the threshold of an example's norm."""
 UNIT = "nats"
 
 

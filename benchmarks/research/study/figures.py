@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 COLUMNS = (
-    *("tasks", "fault", "method", "rate", "limit", "start", "loss", "loss_low", "loss_high"),
+    *("tasks", "fault", "method", "rate", "threshold", "start", "loss", "loss_low", "loss_high"),
     *("gain", "gain_low", "gain_high", "verdict"),
     *("beside_best", "beside_best_low", "beside_best_high", "beside_best_verdict"),
     *("helps", "harms", "pairs", "lost", "back", "never_back", "clipped", "largest_rate"),
@@ -201,9 +201,9 @@ def _of_task(figures: Figures, task: str) -> str:
     for method in names(rows, "method"):
         cells = [found.get((method, fault)) for fault in faults]
         losses = [row["loss"] + mark.get(row["verdict"], "") if row else ABSENT for row in cells]
-        limit = next((row["limit"] for row in cells if row and row["limit"]), ABSENT)
-        lines.append([method, limit, *losses])
-    return table(["", "limit", *(_short(fault) for fault in faults)], lines)
+        threshold = next((row["threshold"] for row in cells if row and row["threshold"]), ABSENT)
+        lines.append([method, threshold, *losses])
+    return table(["", "threshold", *(_short(fault) for fault in faults)], lines)
 
 
 def _of_claim(figures: Figures, claim: Claim) -> str:

@@ -1,7 +1,7 @@
 """The methods that the study compares, each at its defaults and, where it differs, its paper's.
 
 A method is what it makes of an optimizer: a stage in front of the direction, one behind it, or a
-wrapper. Where its limit is a constant, the study finds that, and the program takes it as an input.
+wrapper. Where its threshold is a constant, the study finds that, and the program takes it as an input.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Setting(NamedTuple):
       direction: the optimizer's first half, as in `Optimizer`.
       finish: its second half.
       share: the learning rate of a step over the largest.
-      limit: float32[], of a method with a constant.
+      threshold: float32[], of a method with a constant.
       noise: the task's; 0 where training is not private.
       key: for the noise.
       examples: how many are in a batch.
@@ -35,7 +35,7 @@ class Setting(NamedTuple):
     direction: Step
     finish: Step
     share: optax.Schedule
-    limit: Array
+    threshold: Array
     noise: float
     key: Array
     examples: int
@@ -49,16 +49,16 @@ class Method(NamedTuple):
 
     Attributes:
       make: gives the whole optimizer.
-      limit: how the limit is found: the best of a sweep, what `tuning.suggest` gives, or not at
+      threshold: how the threshold is found: the best of a sweep, what `tuning.suggest` gives, or not at
         all.
       only: the optimizers that it goes with; any if empty.
-      microbatches: whether the gradient is accumulated over microbatches, each clipped at the limit
+      microbatches: whether the gradient is accumulated over microbatches, each clipped at the threshold
         if there is one, and left out if it is not finite.
       is_scaled: whether the loss is multiplied by the number in the state of `scale_loss`.
     """
 
     make: Make
-    limit: Literal["best", "suggest"] | None = None
+    threshold: Literal["best", "suggest"] | None = None
     only: tuple[str, ...] = ()
     microbatches: bool = False
     is_scaled: bool = False
@@ -115,7 +115,7 @@ def steps_changed(state: Any) -> Array:
 
 def _front(stage: Callable[[Array], Step]) -> Make:
     """A stage before the optimizer."""
-    return lambda of: chain(of, watched(stage(of.limit)))
+    return lambda of: chain(of, watched(stage(of.threshold)))
 
 
 def chain(of: Setting, stage: Step) -> Step:
@@ -124,7 +124,7 @@ def chain(of: Setting, stage: Step) -> Step:
 
 
 def before(stage: Callable[[], Step]) -> Make:
-    return _front(lambda limit: stage())
+    return _front(lambda threshold: stage())
 
 
 def _behind(stage: Callable[[], Step]) -> Make:
@@ -142,7 +142,7 @@ def _plain(of: Setting) -> Step:
 
 def _skip(inner: Step) -> Step:
     rule = thresholds.window(6.0, 128)
-    return optaxclip.skip_above(inner, rule, loss_limit=rule)
+    return optaxclip.skip_above(inner, rule, loss_threshold=rule)
 
 
 def _stable_adam(of: Setting) -> Step:
@@ -221,21 +221,23 @@ METHODS: dict[str, Method] = {
 }
 
 
-def _aggregate(of: Setting, limit: Any, **options: Any) -> Step:
-    return optaxclip.per_example_clip_and_aggregate(limit, of.noise, of.key, **options)
+def _aggregate(of: Setting, threshold: Any, **options: Any) -> Step:
+    return optaxclip.per_example_clip_and_aggregate(threshold, of.noise, of.key, **options)
 
 
-def _of_examples(limit: Callable[[Setting], Any] = lambda of: of.limit, **options: Any) -> Make:
+def _of_examples(
+    threshold: Callable[[Setting], Any] = lambda of: of.threshold, **options: Any
+) -> Make:
     """Examples are clipped, added up and get noise; the rest is as always."""
-    return lambda of: optax.chain(_aggregate(of, limit(of), **options), _plain(of))
+    return lambda of: optax.chain(_aggregate(of, threshold(of), **options), _plain(of))
 
 
 def _behind_noise(stage: Callable[[], Step]) -> Make:
-    return lambda of: optax.chain(_aggregate(of, of.limit), watched(stage()), _plain(of))
+    return lambda of: optax.chain(_aggregate(of, of.threshold), watched(stage()), _plain(of))
 
 
 def _quantile(of: Setting) -> Any:
-    return per_example.quantile_limit(count_noise=of.examples / 20)
+    return per_example.quantile_threshold(count_noise=of.examples / 20)
 
 
 def _mean(of: Setting) -> Step:

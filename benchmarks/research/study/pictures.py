@@ -13,7 +13,7 @@ from benchmarks.research.study.comparing import HARMS, HELPS, UNCLEAR, Case
 from benchmarks.research.study.runs import BEST, NONE, RATES, Cell, Pair
 from benchmarks.research.study.summary import Summary
 from optaxclip import plots
-from optaxclip.plots.style import COLORS, finished
+from optaxclip.plots.style import COLORS, finish_axes
 
 NAMES = ("evidence.png", "evidence_lost.png", "evidence_recovery.png")
 LETTERS, WIDTH, DPI = {"font.size": 13}, 5.6, 200
@@ -121,7 +121,7 @@ def lost(summary: Summary) -> Figure:
     ax.set_yticks(range(len(methods)), methods)
     ax.set_ylim(len(methods) - 0.5, -0.5)
     ax.set_xlim(left=0)
-    finished(ax, "runs lost, %", legend=False)
+    finish_axes(ax, "runs lost, %", legend=False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 

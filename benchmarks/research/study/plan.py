@@ -1,4 +1,4 @@
-"""What the study runs: how much of it, at which rates, with which limits."""
+"""What the study runs: how much of it, at which rates, with which thresholds."""
 
 from typing import Any, NamedTuple
 
@@ -19,10 +19,10 @@ GRID = {
     "adafactor": 2.0 ** np.arange(-9, 3),
 }
 """Where the edge is looked for."""
-LIMITS = 2.0 ** np.arange(-6, 4)
+THRESHOLDS = 2.0 ** np.arange(-6, 4)
 """Constants of the sweep, in multiples of the median norm of a run without a clip."""
 FIRST_TUNING = 1000
-"""How far the seeds that find rates and limits are from those that are reported."""
+"""How far the seeds that find rates and thresholds are from those that are reported."""
 
 
 class Effort(NamedTuple):
@@ -51,7 +51,7 @@ class Effort(NamedTuple):
 
     @property
     def finding(self) -> list[int]:
-        """The seeds that find rates and limits, which are not reported."""
+        """The seeds that find rates and thresholds, which are not reported."""
         return [self.first + FIRST_TUNING + i for i in range(self.tuning)]
 
 
@@ -99,7 +99,7 @@ class Found(NamedTuple):
       losses: for each rate of the grid the mean final loss of the tuning seeds, a lost one's being
         that at the start.
       norm: the median norm at the edge.
-      suggested: the limit that `tuning.suggest` gives from the norms at the edge.
+      suggested: the threshold that `tuning.suggest` gives from the norms at the edge.
     """
 
     edge: float

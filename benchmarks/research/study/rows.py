@@ -70,7 +70,7 @@ def _of_pair(summary: Summary, pair: Pair) -> Iterator[Row]:
                     "fault": case.title,
                     "method": method,
                     "rate": f"{cell.learning_rate:.2g}",
-                    "limit": "" if cell.limit is None else f"{cell.limit:.3g}",
+                    "threshold": "" if cell.threshold is None else f"{cell.threshold:.3g}",
                     "start": f"{cell.start.mean():.3g}",
                     **loss(inference.interval(cell.end)),
                     "verdict": found.verdict if found else "",

@@ -47,18 +47,18 @@ class Runner:
         self.program = program.lower(runs).compile()
 
     def __call__(
-        self, rates: Any, faults: Sequence[str], seeds: Sequence[int], limits: Any
+        self, rates: Any, faults: Sequence[str], seeds: Sequence[int], thresholds: Any
     ) -> tuple[cell.Outcome, float]:
         """What became of the runs, and the processor's seconds of one, without compiling."""
         numbers = [NUMBERS[fault] for fault in faults]
         inputs = [np.asarray(x, np.int32) for x in (seeds, numbers)]
-        inputs += [np.broadcast_to(np.float32(x), len(seeds)) for x in (rates, limits)]
+        inputs += [np.broadcast_to(np.float32(x), len(seeds)) for x in (rates, thresholds)]
         found, seconds = [], []
         for first in range(0, len(seeds), self.chunk):
             # One size for all calls, so that the program is compiled once; what is over is dropped.
             index = np.minimum(first + np.arange(self.chunk), len(seeds) - 1)
-            seed, fault, rate, limit = (jnp.asarray(x[index]) for x in inputs)
-            runs = cell.Runs(jax.block_until_ready(self.begin(seed, fault)), rate, limit)
+            seed, fault, rate, threshold = (jnp.asarray(x[index]) for x in inputs)
+            runs = cell.Runs(jax.block_until_ready(self.begin(seed, fault)), rate, threshold)
             begin = time.process_time()
             outcome = jax.block_until_ready(self.program(runs))
             seconds.append((time.process_time() - begin) / self.chunk)
@@ -90,7 +90,7 @@ def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
     norms = norms / np.sqrt(1 if task.noise is None else task.examples)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a doubt about a short run
-        suggested = tuning.suggest(norms).limit
+        suggested = tuning.suggest(norms).threshold
     by_rate = {float(rate): float(loss) for rate, loss in zip(grid, losses, strict=True)}
     return Found(edge, by_rate, float(np.median(norms)), float(suggested))
 
@@ -100,16 +100,16 @@ def run_cell(of: Cell, found: Found, effort: Effort) -> list[Row]:
     task = TASKS[of.task]()
     method = methods_for(task.noise is not None, of.optimizer)[of.method]
     runner = Runner(task, of.optimizer, method, effort)
-    limit = found.suggested if method.limit == "suggest" else None
-    if method.limit == "best":
-        limit = _best_limit(runner, found, effort)
+    threshold = found.suggested if method.threshold == "suggest" else None
+    if method.threshold == "best":
+        threshold = _best_threshold(runner, found, effort)
     calm = plan.conditions(effort)
-    rows = _rows(of, runner, calm, found, limit, effort)
+    rows = _rows(of, runner, calm, found, threshold, effort)
     losses = {rate: [] for rate in plan.RATES}
     for row, (rate, _, _) in zip(rows, calm, strict=True):
         losses[rate].append(plan.final(np.array(row["held_out"], float)))
     best = min(losses, key=lambda rate: np.mean(losses[rate]))
-    rows += _rows(of, runner, plan.conditions(effort, best), found, limit, effort)
+    rows += _rows(of, runner, plan.conditions(effort, best), found, threshold, effort)
     jax.clear_caches()
     return rows
 
@@ -134,15 +134,17 @@ def run_batches(of: OfBatches, effort: Effort) -> list[Row]:
     ]
 
 
-def _best_limit(runner: Runner, found: Found, effort: Effort) -> float:
+def _best_threshold(runner: Runner, found: Found, effort: Effort) -> float:
     """The constant with the lowest mean loss at the edge over the faults that it may meet."""
-    limits = found.norm * plan.LIMITS
+    thresholds = found.norm * plan.THRESHOLDS
     seeds = effort.finding
-    each = [(limit, fault, seed) for limit in limits for fault in SWEPT for seed in seeds]
+    each = [
+        (threshold, fault, seed) for threshold in thresholds for fault in SWEPT for seed in seeds
+    ]
     of_each, faults, seeds = zip(*each, strict=True)
     outcome, _ = runner(found.edge, faults, seeds, of_each)
-    losses = plan.final(outcome.held_out).reshape(len(limits), -1).mean(-1)
-    return float(limits[np.argmin(losses)])
+    losses = plan.final(outcome.held_out).reshape(len(thresholds), -1).mean(-1)
+    return float(thresholds[np.argmin(losses)])
 
 
 def _rows(
@@ -150,12 +152,12 @@ def _rows(
     runner: Runner,
     conditions: Sequence[tuple[str, str, int]],
     found: Found,
-    limit: float | None,
+    threshold: float | None,
     effort: Effort,
 ) -> list[Row]:
     rates, faults, seeds = zip(*conditions, strict=True)
     values = [found.edge * plan.RATES[rate] for rate in rates]
-    outcome, seconds = runner(values, faults, seeds, limit or 0.0)
+    outcome, seconds = runner(values, faults, seeds, threshold or 0.0)
     rows = []
     for i, (rate, fault, seed) in enumerate(conditions):
         changed, onset = int(outcome.changed[i]), int(outcome.onset[i])
@@ -166,7 +168,7 @@ def _rows(
                 "learning_rate": values[i],
                 "fault": fault,
                 "seed": seed,
-                "limit": limit,
+                "threshold": threshold,
                 "held_out": [_number(x) for x in outcome.held_out[i]],
                 "clipped": None if changed < 0 else changed / effort.steps,
                 "onset": None if onset < 0 else onset,

@@ -44,7 +44,7 @@ class Cell(NamedTuple):
       every: steps from one evaluation to the next.
       seconds: the processor's, [n].
       learning_rate: of the optimizer.
-      limit: of a constant.
+      threshold: of a constant.
     """
 
     seeds: np.ndarray
@@ -54,7 +54,7 @@ class Cell(NamedTuple):
     every: int
     seconds: np.ndarray
     learning_rate: float
-    limit: float | None
+    threshold: float | None
 
     @property
     def start(self) -> np.ndarray:
@@ -118,5 +118,5 @@ def _cell(runs: Mapping[int, Mapping[str, Any]]) -> Cell:
         every=first["every"],
         seconds=column("seconds"),
         learning_rate=first["learning_rate"],
-        limit=first["limit"],
+        threshold=first["threshold"],
     )

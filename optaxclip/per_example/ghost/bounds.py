@@ -47,12 +47,12 @@ gradient and the sum are added up in `m` pieces one after another, and `T / m + 
 of `T`; but sums for kernels of convolutions are not cut.
 
 So an example is clipped by `bound = (an upper bound of |G|) + delta' A`, which is never less than
-its norm: with a factor of at most `limit / bound` it adds at most `limit`. All of this is computed
+its norm: with a factor of at most `threshold / bound` it adds at most `threshold`. All of this is computed
 for each example alone. But the sum adds terms of the size `c A`, whose rounding depends on all
 others: so factors are computed from at least `CANCELLED * A`. Of extreme examples `c d_t` would
 leave the range, so `x_t` is divided by a power of two near its size, and `d_t` multiplied by it:
 `x_t` is about 1, and `c d_t` at most `c A`. What is lost below the normal numbers is taken from the
-limit, of which it is a part that can be seen below 1e-28. Several layers that
+threshold, of which it is a part that can be seen below 1e-28. Several layers that
 share a parameter count as one layer with all of their positions; for stacked layers, `A^2` and the
 squares of the norms are sums over the layers, by the inequality of Minkowski.
 """
@@ -65,7 +65,7 @@ import jax.numpy as jnp
 PRODUCT = 8
 """How many roundings are allowed for the error of one product."""
 
-REST = 2.0**-16
+OTHER_ERRORS = 2.0**-16
 """The largest relative error of a float32 number as the sum of two of bfloat16 (8 digits each)."""
 
 ROUNDED = 2.0**-8 + 2.0**-15
@@ -74,7 +74,7 @@ ROUNDED = 2.0**-8 + 2.0**-15
 CANCELLED = 2.0**-10
 """Factors are computed from at least this share of `A`."""
 
-LOST = 0.135
+CANCELLATION_LIMIT = 0.135
 """The norm has lost digits if the root of what rounding may add exceeds this share of it."""
 
 

@@ -20,22 +20,27 @@ import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.numerics import fixed_size, safe_sqrt
-from optaxclip._batches.cutting import Cut, appended, in_order_of_batch, last_examples
-from optaxclip._border.entries import within_caches
-from optaxclip._border.placement import Placement
+from optaxclip._base.numerics import safe_sqrt, static_size_or_none
+from optaxclip._batches.cutting import (
+    MicrobatchSplit,
+    concatenate_examples,
+    remainder,
+    restore_batch_order,
+)
+from optaxclip._border.entries import dispatch_chunk_size
+from optaxclip._border.placement import LeafShardings
 from optaxclip._engine.measure import measure
 from optaxclip._engine.plan import Plan
 from optaxclip.norms import l2
-from optaxclip.per_example.ghost.sites import Backward, Sizes, Use
+from optaxclip.per_example.ghost.sites import BackpropResult, ParamUse, Sizes
 
 CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
 """About how many bytes are materialized at once; on a CPU, as many as its caches hold."""
 
-BY_PRODUCT = 128
+MAX_ONE_HOT_POSITIONS = 128
 """Rows are added up by a product with zeros and ones for so many positions; for more, in order."""
 
-Way = Literal["vectors", "gram", "direct", "chunks", "rows", "tied"]
+NormMethod = Literal["vectors", "gram", "direct", "chunks", "rows", "tied"]
 
 
 class Estimate(NamedTuple):
@@ -51,7 +56,7 @@ class Estimate(NamedTuple):
     """
 
     norm: Array
-    lost: Array
+    cancellation_error: Array
     off: Array
     total: Array
     of_data: Array | float = 0.0
@@ -60,11 +65,11 @@ class Estimate(NamedTuple):
     @property
     def bound(self) -> Array:
         """An upper bound of the true norm."""
-        return jnp.minimum(jnp.hypot(self.norm, self.lost) + self.off, self.total)
+        return jnp.minimum(jnp.hypot(self.norm, self.cancellation_error) + self.off, self.total)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class NormTerm:
     """Uses of the same entries of a parameter, and how their norm is computed.
 
     Attributes:
@@ -77,60 +82,60 @@ class Part:
       pieces: how many pieces the inner products of data, and of cotangents, are summed in.
     """
 
-    way: Way
-    uses: tuple[tuple[Use, bool], ...]
+    way: NormMethod
+    uses: tuple[tuple[ParamUse, bool], ...]
     sizes: Sizes
     pieces: tuple[int, int] = (1, 1)
 
-    def estimate(self, backward: Backward, dtype: Any, *, with_care: bool = False) -> Estimate:
-        """The norms; if `with_care` from the gradients themselves, which loses no digits."""
-        fn = self._direct if with_care else self._cheap
-        pairs = [use.pair(backward) for use, _ in self.uses]
+    def estimate(self, backward: BackpropResult, dtype: Any, *, exact: bool = False) -> Estimate:
+        """The norms; if `exact_sums` from the gradients themselves, which loses no digits."""
+        fn = self._direct if exact else self._compute_factored
+        pairs = [use.operands(backward) for use, _ in self.uses]
         axes = [len(use.loops) for use, _ in self.uses]
         operands = [
             [jnp.moveaxis(v, axis, 0) for v in pair] for pair, axis in zip(pairs, axes, strict=True)
         ]
 
-        def of_chunk(operands: Any) -> Estimate:
+        def estimate_chunk(operands: Any) -> Estimate:
             forms = []
             for (use, is_flipped), pair, axis in zip(self.uses, operands, axes, strict=True):
                 x, d = (jnp.moveaxis(v, 0, axis) for v in pair)
-                if use.site.kind == primitives.ROWS:
-                    forms.append((use, *sites.rows(use, x, d)))
+                if use.site.kind == primitives.GATHER:
+                    forms.append((use, *sites.to_gather_form(use, x, d)))
                 else:
-                    both = sites.pairs(use, x, d)
+                    both = sites.to_matmul_form(use, x, d)
                     forms.append((use, *(both[::-1] if is_flipped else both)))
             return fn(forms, dtype)
 
-        return in_chunks(of_chunk, operands, self.bytes_of(with_care, jnp.dtype(dtype).itemsize))
+        return map_chunks(estimate_chunk, operands, self.bytes_of(exact, jnp.dtype(dtype).itemsize))
 
-    def peaks(self, backward: Backward) -> Array:
+    def max_moduli(self, backward: BackpropResult) -> Array:
         """The largest moduli of data, and of cotangents, `[2, examples]`; NaN if there is one."""
         found = []
         for use, _ in self.uses:
-            for v in use.pair(backward):
+            for v in use.operands(backward):
                 others = [axis for axis in range(v.ndim) if axis != len(use.loops)]
                 found.append(jnp.max(jnp.abs(v), others, initial=0).astype(jnp.float32))
         return jnp.stack([functools.reduce(jnp.maximum, found[k::2]) for k in (0, 1)])
 
-    def off(self, backward: Backward, dtype: Any) -> Array:
+    def rounding_error(self, backward: BackpropResult, dtype: Any) -> Array:
         """How far off the gradients may be after their sum over all positions."""
         each, unit = jnp.zeros((), dtype), 0.0
         for use, _ in self.uses:
-            x, d = use.pair(backward)
+            x, d = use.operands(backward)
             unit = max(unit, bounds.unit_roundoff(dtype, _are_half(x, d)))
             if use.site.kind == primitives.CONVOLUTION:
                 groups = primitives.feature_groups(use.site.eqn)
 
-                def of_pixels(x: Array, groups: int = groups) -> Array:
-                    return norms_above(x.reshape(*x.shape[:-1], groups, -1), (x.ndim,), dtype)
+                def count_pixels(x: Array, groups: int = groups) -> Array:
+                    return bound_norms(x.reshape(*x.shape[:-1], groups, -1), (x.ndim,), dtype)
 
-                x, d = sites.pairs_of_convolution(use, x, d, of_pixels)
+                x, d = sites.pairs_of_convolution(use, x, d, count_pixels)
             else:
-                x, d = sites.pairs(use, x, d)
-            of_x, of_d = (norms_above(v, (3,), dtype) for v in (x, d))
+                x, d = sites.to_matmul_form(use, x, d)
+            of_x, of_d = (bound_norms(v, (3,), dtype) for v in (x, d))
             each += jnp.sum(of_x * of_d, -1)
-        additions = max(sites.cut_of(use).additions for use, _ in self.uses) + len(self.uses)
+        additions = max(sites.block_split(use).additions for use, _ in self.uses) + len(self.uses)
         off, total = self._off(each, additions, unit)
         return jnp.minimum(off, total)
 
@@ -141,7 +146,7 @@ class Part:
         """
         groups, positions, inputs, outputs = self.sizes
         slack = 1 + bounds.relative_error(positions + 2, unit)
-        total = norms_above(each, (1,), each.dtype) * slack
+        total = bound_norms(each, (1,), each.dtype) * slack
         tiny = float(jnp.finfo(each.dtype).tiny) * math.sqrt(groups * inputs * outputs)
         off = bounds.relative_error(additions + bounds.PRODUCT, unit) * total
         return off + (positions + 1) * tiny, total
@@ -154,26 +159,26 @@ class Part:
         if is_direct or self.way in ("direct", "chunks"):
             each += inputs * outputs
         elif self.way == "rows":
-            each += positions * (outputs + min(positions, BY_PRODUCT))
+            each += positions * (outputs + min(positions, MAX_ONE_HOT_POSITIONS))
         elif self.way in ("gram", "tied"):
             each += sum(self.pieces) * positions**2
         return groups * each * itemsize
 
-    def _cheap(self, forms: list[Any], dtype: Any) -> Estimate:
+    def _compute_factored(self, forms: list[Any], dtype: Any) -> Estimate:
         ways = {"vectors": self._vectors, "rows": self._rows}
-        ways |= {"gram": self._of_squares, "tied": self._of_squares}
+        ways |= {"gram": self._compute_from_gram, "tied": self._compute_from_gram}
         return ways.get(self.way, self._direct)(forms, dtype)
 
     def _vectors(self, forms: list[Any], dtype: Any) -> Estimate:
-        of_x, of_d = (norms_above(v, (2, 3), dtype) for v in _joined(forms))
-        total = norms_above(of_x * of_d, (1,), dtype)
+        of_x, of_d = (bound_norms(v, (2, 3), dtype) for v in _join_forms(forms))
+        total = bound_norms(of_x * of_d, (1,), dtype)
         nothing = jnp.zeros_like(total)
         return Estimate(total, nothing, nothing, total, jnp.sum(of_x, 1), jnp.sum(of_d, 1))
 
-    def _of_squares(self, forms: list[Any], dtype: Any) -> Estimate:
+    def _compute_from_gram(self, forms: list[Any], dtype: Any) -> Estimate:
         """The norms from Gram matrices."""
         tables, pairs = _apart(forms)
-        x, d = _joined(pairs)
+        x, d = _join_forms(pairs)
         groups, positions, *sizes = self.sizes
         chex.assert_shape([x, d], (None, groups, None, None))
         unit = bounds.unit_roundoff(dtype, _are_half(x, d))
@@ -191,13 +196,15 @@ class Part:
         largest = [of[..., :, None] * of[..., None, :] for of in (of_x, of_d)]
         product = grams[0] * grams[1]
         sums = [product, *(jnp.abs(a) * b for a, b in zip(grams, largest[::-1], strict=True))]
-        square, with_x, with_d, moduli = _summed_by_rows([*sums, jnp.abs(product)])
+        square, with_x, with_d, moduli = _sum_rows_first([*sums, jnp.abs(product)])
         additions = (groups + 1) * positions
         error = of_inner[1] * with_x + of_inner[0] * with_d + g(additions + 1) * moduli
         if tables:
-            own, square_of_table, error_of_table = _beside_table(x, d, of_d, _joined(tables), unit)
+            own, square_of_table, error_of_table = _add_table_terms(
+                x, d, of_d, _join_forms(tables), unit
+            )
             square, error, of_both = square + square_of_table, error + error_of_table, of_both + own
-        total = norms_above(of_both, (1,), dtype) * (1 + g(additions))
+        total = bound_norms(of_both, (1,), dtype) * (1 + g(additions))
         tiny, sums = math.sqrt(jnp.finfo(dtype).tiny), [jnp.sum(of, (1, 2)) for of in (of_x, of_d)]
         underflow = math.sqrt(sizes[0]) * sums[1] + additions
         underflow = tiny * (underflow + math.sqrt(sizes[1]) * sums[0])
@@ -208,29 +215,29 @@ class Part:
 
     def _direct(self, forms: list[Any], dtype: Any) -> Estimate:
         tables, pairs = _apart(forms)
-        x, d = _joined(pairs)
+        x, d = _join_forms(pairs)
         pieces = bounds.pieces(x.shape[2], x.shape[2])
 
         def product(x: Array, d: Array) -> Array:
-            return contract("bgtk,bgtn->bgkn", x, d, dtype)
+            return einsum("bgtk,bgtn->bgkn", x, d, dtype)
 
-        gradient = in_pieces(product, (x, 2), (d, 2), pieces)
-        of_x, of_d = norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
+        gradient = sum_blocks(product, (x, 2), (d, 2), pieces)
+        of_x, of_d = bound_norms(x, (3,), dtype), bound_norms(d, (3,), dtype)
         each = jnp.sum(of_x * of_d, -1)
         unit = bounds.unit_roundoff(dtype, _are_half(x, d))
         for _, ids, own in tables:
             at = jnp.arange(ids.shape[0])[:, None, None], jnp.arange(ids.shape[1])[:, None], ids
             gradient = gradient.at[at].add(own.astype(dtype), mode="drop")
-            each += jnp.sum(norms_above(own, (3,), dtype), -1)
-        norm = norms_above(gradient, (1, 2, 3), dtype)
+            each += jnp.sum(bound_norms(own, (3,), dtype), -1)
+        norm = bound_norms(gradient, (1, 2, 3), dtype)
         additions = self.sizes.positions - x.shape[2] + x.shape[2] // pieces + pieces
         sums = [jnp.sum(of, (1, 2)) for of in (of_x, of_d)]
         return Estimate(norm, jnp.zeros_like(norm), *self._off(each, additions, unit), *sums)
 
     def _rows(self, forms: list[Any], dtype: Any) -> Estimate:
-        ids, d = _joined(forms)
-        summed, by_row = _summed_by_row(ids, d, dtype)
-        norm = norms_above(summed, (1, 2, 3), dtype)
+        ids, d = _join_forms(forms)
+        summed, by_row = _sum_by_row(ids, d, dtype)
+        norm = bound_norms(summed, (1, 2, 3), dtype)
         unit = bounds.unit_roundoff(dtype, d.dtype.itemsize == 2)
         each = by_row.reshape(by_row.shape[0], -1)
         nothing = jnp.zeros_like(norm)
@@ -238,8 +245,8 @@ class Part:
         return Estimate(norm, nothing, *estimate, nothing, nothing)
 
 
-def _beside_table(
-    x: Array, d: Array, of_d: Array, table: tuple[Array, Array], unit: float
+def _add_table_terms(
+    activation: Array, cotangent: Array, of_d: Array, table: tuple[Array, Array], unit: float
 ) -> tuple[Array, Array, Array]:
     """What the rows of a table add, if the table is also a factor of products with data `x`.
 
@@ -247,22 +254,24 @@ def _beside_table(
     errors.
     """
     (ids, own), dtype = table, of_d.dtype
-    of_own = norms_above(own, (3,), dtype)
-    summed, by_row = _summed_by_row(ids, own, dtype)
+    of_own = bound_norms(own, (3,), dtype)
+    summed, by_row = _sum_by_row(ids, own, dtype)
     # The products' gradient at the rows of the table: `[B, 1, S, T]`.
-    at = jnp.take_along_axis(x, jnp.minimum(ids, x.shape[-1] - 1)[:, :, None, :], -1)
+    at = jnp.take_along_axis(
+        activation, jnp.minimum(ids, activation.shape[-1] - 1)[:, :, None, :], -1
+    )
     at = at.astype(dtype)
-    cross = at * contract("bgsn,bgtn->bgst", d, own, dtype)
+    cross = at * einsum("bgsn,bgtn->bgst", cotangent, own, dtype)
     moduli = jnp.abs(at) * of_d[..., None] * of_own[:, :, None, :]
-    cross, moduli = _summed_by_rows([cross, moduli])
+    cross, moduli = _sum_rows_first([cross, moduli])
     square = jnp.sum(jnp.square(summed), (1, 2, 3)) + 2 * cross
-    positions = d.shape[2] + own.shape[2]
-    g = bounds.relative_error(positions + d.shape[3] + bounds.PRODUCT + 1, unit)
+    positions = cotangent.shape[2] + own.shape[2]
+    g = bounds.relative_error(positions + cotangent.shape[3] + bounds.PRODUCT + 1, unit)
     error = 2 * g * (jnp.sum(jnp.square(by_row), (1, 2)) + moduli)
     return jnp.sum(of_own, -1), square, error
 
 
-def _summed_by_rows(arrays: list[Array]) -> list[Array]:
+def _sum_rows_first(arrays: list[Array]) -> list[Array]:
     """The sums of `[B, G, S, T]` over all but `B`, in two steps that take few additions."""
     # The barrier keeps XLA from making one sum, whose additions could take any order.
     rows = lax.optimization_barrier([jnp.sum(x, -1) for x in arrays])
@@ -275,22 +284,22 @@ def _gram(x: Array, pieces: int, dtype: Any, is_sliced: bool = False) -> Array:
         # The data of loops lie so in memory: XLA (JAX 0.10.2) would transpose them.
         return jnp.swapaxes(_gram(jnp.swapaxes(x, 0, 1), pieces, dtype), 0, 1)
     if pieces == 1:
-        return contract("bgtk,bgsk->bgts", x, x, dtype)
+        return einsum("bgtk,bgsk->bgts", x, x, dtype)
     # Pieces are treated as examples, because XLA would transpose both factors for another axis.
     x = jnp.moveaxis(x.reshape(*x.shape[:-1], pieces, -1), -2, 0)
     flat = x.reshape(-1, *x.shape[2:])
-    found = contract("bgtk,bgsk->bgts", flat, flat, dtype)
+    found = einsum("bgtk,bgsk->bgts", flat, flat, dtype)
     # The barrier keeps XLA from making one sum of all pieces.
     return jnp.sum(lax.optimization_barrier(found).reshape(*x.shape[:-1], x.shape[-2]), 0)
 
 
-def contract(terms: str, x: Array, y: Array, dtype: Any) -> Array:
+def einsum(terms: str, x: Array, y: Array, dtype: Any) -> Array:
     """Sums of products, without rounding of the factors."""
-    x, y, options = precise(x, y, dtype)
+    x, y, options = exact_operands(x, y, dtype)
     return jnp.einsum(terms, x, y, **options)
 
 
-def precise(x: Array, y: Array, dtype: Any) -> tuple[Array, Array, dict[str, Any]]:
+def exact_operands(x: Array, y: Array, dtype: Any) -> tuple[Array, Array, dict[str, Any]]:
     """Two factors, and options with which sums of their products do not round the factors.
 
     By default GPUs round factors in float32 to 11 bits (TF32), and TPUs round all factors to 8 bits
@@ -304,7 +313,7 @@ def precise(x: Array, y: Array, dtype: Any) -> tuple[Array, Array, dict[str, Any
     return x, y, options
 
 
-def in_pieces(
+def sum_blocks(
     fn: Callable[[Array, Array], Array], x: tuple[Array, int], y: tuple[Array, int], number: int
 ) -> Array:
     """The sum of `fn` over pieces of two arrays, each cut along its axis, one after another."""
@@ -317,7 +326,7 @@ def in_pieces(
 
     both = (cut(*x), cut(*y))
     zeros = jnp.zeros_like(jax.eval_shape(fn, *jax.tree.map(lambda x: x[0], both)))
-    (zeros,) = devices.varying_like(both, [zeros])
+    (zeros,) = devices.pvary_like(both, [zeros])
     total, _ = lax.scan(lambda total, pair: (total + fn(*pair), None), zeros, both)
     return total
 
@@ -328,79 +337,83 @@ def _are_half(x: Array, y: Array) -> bool:
 
 def _apart(forms: list[Any]) -> tuple[list[Any], list[Any]]:
     """The uses that are rows of tables, and the uses that are products."""
-    tables = [form for form in forms if form[0].site.kind == primitives.ROWS]
-    return tables, [form for form in forms if form[0].site.kind != primitives.ROWS]
+    tables = [form for form in forms if form[0].site.kind == primitives.GATHER]
+    return tables, [form for form in forms if form[0].site.kind != primitives.GATHER]
 
 
-def _joined(forms: list[Any]) -> tuple[Array, Array]:
+def _join_forms(forms: list[Any]) -> tuple[Array, Array]:
     """Data and cotangents of uses of one layout, joined along their positions."""
     if len(forms) == 1:
         return forms[0][1:]
-    return _concatenated([x for _, x, _ in forms]), _concatenated([d for _, _, d in forms])
+    return _concatenate_positions([x for _, x, _ in forms]), _concatenate_positions(
+        [d for _, _, d in forms]
+    )
 
 
-def _concatenated(arrays: list[Array]) -> Array:
+def _concatenate_positions(arrays: list[Array]) -> Array:
     """The arrays, joined along the positions, in the widest dtype."""
     widest = functools.reduce(jnp.promote_types, (x.dtype for x in arrays))
     return jnp.concatenate([x.astype(widest) for x in arrays], 2)
 
 
-def _summed_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
+def _sum_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
     """Sums of the cotangents of each row, and of their norms, at one of the row's positions."""
-    norms = norms_above(d, (3,), dtype)
-    if ids.shape[-1] <= BY_PRODUCT:
+    norms = bound_norms(d, (3,), dtype)
+    if ids.shape[-1] <= MAX_ONE_HOT_POSITIONS:
         is_same = ids[..., :, None] == ids[..., None, :]
         first = jnp.argmax(is_same, -1)
         is_first = first == lax.broadcasted_iota(first.dtype, ids.shape, 2)
         of_first = is_same & is_first[..., None]
-        summed = contract("bgts,bgsn->bgtn", of_first.astype(d.dtype), d, dtype)
+        summed = einsum("bgts,bgsn->bgtn", of_first.astype(d.dtype), d, dtype)
         return summed, jnp.sum(jnp.where(of_first, norms[..., None, :], 0), -1)
 
-    def one(ids: Array, d: Array, norms: Array) -> tuple[Array, Array]:
+    def sum_example(ids: Array, d: Array, norms: Array) -> tuple[Array, Array]:
         order = jnp.argsort(ids)
         is_new = jnp.diff(ids[order], prepend=-1) != 0
         place = jnp.zeros_like(ids).at[order].set(jnp.cumsum(is_new, dtype=ids.dtype) - 1)
         zeros = jnp.zeros(d.shape, dtype)
         return zeros.at[place].add(d.astype(dtype)), jnp.zeros_like(norms).at[place].add(norms)
 
-    return jax.vmap(jax.vmap(one))(ids, d, norms)
+    return jax.vmap(jax.vmap(sum_example))(ids, d, norms)
 
 
-def norms_above(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
+def bound_norms(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
     """Upper bounds of the norms over some axes, right for the whole range of the dtype."""
     if dtype == jnp.float64:
         x = x.astype(dtype)
     kept = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
     grouping = Grouping((Group(("norms",), (0,), kept),), (axes,), "scalar")
-    return measure([x], Plan(grouping, Placement.unsplit([x])), l2, from_above=True).bound
+    return measure(
+        [x], Plan(grouping, LeafShardings.unsharded([x])), l2, from_above=True
+    ).upper_bound
 
 
-def in_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:
+def map_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:
     """`fn(operands)` of arrays `[examples, ...]`, for some of the examples at once.
 
     An example takes about `size` bytes.
     """
     examples = jax.tree.leaves(operands)[0].shape[0]
-    if fixed_size(examples) is None or examples * size <= CHUNK:
+    if static_size_or_none(examples) is None or examples * size <= CHUNK:
         return fn(operands)
     small, large = (
-        functools.partial(_in_chunks, fn, -(-examples * size // chunk))
+        functools.partial(_map_in_chunks, fn, -(-examples * size // chunk))
         for chunk in (CHUNK, CHUNK_OF_ACCELERATORS)
     )
-    return within_caches(operands, small=small, large=large)
+    return dispatch_chunk_size(operands, small=small, large=large)
 
 
-def _in_chunks(fn: Callable[[Any], Any], number: int, operands: Any) -> Any:
+def _map_in_chunks(fn: Callable[[Any], Any], number: int, operands: Any) -> Any:
     """`fn(operands)`, computed in about this number of chunks of equal size."""
     examples = jax.tree.leaves(operands)[0].shape[0]
     size = -(-examples // number)
     if size >= examples:
         return fn(operands)
     count, rest = divmod(examples, size)
-    cut = Cut.of(operands, size, count)
+    cut = MicrobatchSplit.split(operands, size, count)
     _, stacked = lax.scan(lambda _, i: (None, fn(cut.microbatch(i))), None, jnp.arange(count))
-    found = jax.tree.map(in_order_of_batch, stacked)
+    found = jax.tree.map(restore_batch_order, stacked)
     if rest:
-        last = jax.tree.map(lambda x: last_examples(x, rest), operands)
-        found = jax.tree.map(appended, found, fn(last))
+        last = jax.tree.map(lambda x: remainder(x, rest), operands)
+        found = jax.tree.map(concatenate_examples, found, fn(last))
     return found

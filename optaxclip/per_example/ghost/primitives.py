@@ -16,22 +16,29 @@ import numpy as np
 from jax import Array, lax
 from jax.core import eval_jaxpr
 
-STAYS = frozenset(
+IDENTITY_PRIMITIVES = frozenset(
     {"convert_element_type", "copy", "copy_p", "sharding_constraint", "reshard", "mesh_cast"}
 )
 """Primitives that leave entries where they are."""
 
-MOVES = STAYS | {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev"}
-MOVES |= {"slice", "split"}
+RESHAPE_PRIMITIVES = IDENTITY_PRIMITIVES | {
+    "transpose",
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "rev",
+}
+RESHAPE_PRIMITIVES |= {"slice", "split"}
 """Primitives that only move entries of their operand, or leave some entries out."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
 SCAN, CONCATENATE, STOP_GRADIENT = "scan", "concatenate", "stop_gradient"
-PRODUCT, ROWS, CONVOLUTION = "dot_general", "gather", "conv_general_dilated"
+DOT_GENERAL, GATHER, CONVOLUTION = "dot_general", "gather", "conv_general_dilated"
 
-KNOWN = MOVES | CALLS | CHECKPOINTS
-KNOWN |= {SCAN, CONCATENATE, STOP_GRADIENT, PRODUCT, ROWS, CONVOLUTION}
+KNOWN = RESHAPE_PRIMITIVES | CALLS | CHECKPOINTS
+KNOWN |= {SCAN, CONCATENATE, STOP_GRADIENT, DOT_GENERAL, GATHER, CONVOLUTION}
 
 _FLOATS = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 
@@ -41,7 +48,7 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jex.Literal)
 
 
-def piece(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> jex.Jaxpr:
+def sub_jaxpr(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> jex.Jaxpr:
     """A program with some of the equations of another program."""
     effects: Any = frozenset().union(*(eqn.effects for eqn in eqns))
     lists = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
@@ -62,7 +69,7 @@ def run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 def apply(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The outputs of one equation, from a value for each operand."""
     known = {v: x for v, x in zip(eqn.invars, values, strict=True) if not is_literal(v)}
-    return run(piece([eqn], list(known), eqn.outvars), (), list(known.values()))
+    return run(sub_jaxpr([eqn], list(known), eqn.outvars), (), list(known.values()))
 
 
 def inner(eqn: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
@@ -93,20 +100,24 @@ def has_gradient(eqn: Any) -> bool:
     return name_of(eqn) != STOP_GRADIENT and any(is_inexact)
 
 
-def is_move(eqn: Any) -> bool:
+def is_reshape_like(eqn: Any) -> bool:
     """Whether each output has only entries of the one operand, and none of them twice."""
-    if name_of(eqn) not in MOVES or len(eqn.invars) != 1 or not all(map(is_real, eqn.outvars)):
+    if (
+        name_of(eqn) not in RESHAPE_PRIMITIVES
+        or len(eqn.invars) != 1
+        or not all(map(is_real, eqn.outvars))
+    ):
         return False
     is_whole = sum(v.aval.size for v in eqn.outvars) == eqn.invars[0].aval.size
     return is_whole or name_of(eqn) == "slice"
 
 
-def stays(eqn: Any) -> bool:
+def is_identity(eqn: Any) -> bool:
     """Whether all entries stay where they are."""
-    return name_of(eqn) in STAYS
+    return name_of(eqn) in IDENTITY_PRIMITIVES
 
 
-def kept_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
+def slice_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
     """For each axis of the operand, between which entries a slice lies; None for other moves."""
     shape = eqn.invars[0].aval.shape
     if name_of(eqn) == "slice":
@@ -120,13 +131,13 @@ def kept_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
     return None
 
 
-def transposed_axis(eqn: Any, axis: int) -> int | None:
+def transpose_axis(eqn: Any, axis: int) -> int | None:
     """The place to which a transpose moves an axis; None for other moves."""
     is_transpose = name_of(eqn) == "transpose"
     return eqn.params["permutation"].index(axis) if is_transpose else None
 
 
-def parts(eqn: Any) -> tuple[int, list[int]]:
+def concatenate_offsets(eqn: Any) -> tuple[int, list[int]]:
     """The axis of a concatenation, and where its operands start along it."""
     axis = eqn.params["dimension"]
     sizes = [v.aval.shape[axis] for v in eqn.invars]
@@ -151,7 +162,7 @@ class Product(NamedTuple):
 
 def product(eqn: Any, position: int) -> Product | None:
     """The axes of a matrix product with the parameter at `position`."""
-    if name_of(eqn) != PRODUCT or not all(map(is_real, (*eqn.invars, *eqn.outvars))):
+    if name_of(eqn) != DOT_GENERAL or not all(map(is_real, (*eqn.invars, *eqn.outvars))):
         return None
     sums, batch = eqn.params["dimension_numbers"]
     (data_sums, weight_sums), (data_batch, weight_batch) = (
@@ -165,7 +176,7 @@ def drops_outside(eqn: Any) -> bool | None:
 
     False means that the nearest row is taken instead. Rows are along the operand's first axis.
     """
-    if name_of(eqn) != ROWS or not is_real(eqn.invars[0]):
+    if name_of(eqn) != GATHER or not is_real(eqn.invars[0]):
         return None
     numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
     ndim = eqn.outvars[0].aval.ndim
@@ -208,7 +219,7 @@ def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
     )
 
 
-def pixels(eqn: Any, x: Array) -> Array:
+def one_pixel_patches(eqn: Any, x: Array) -> Array:
     """The input `[any, *input]` of a convolution, as windows of one pixel.
 
     They are `[any, n, *input positions, 1, channels]`.
@@ -233,13 +244,13 @@ def patches(eqn: Any, x: Array) -> Array:
     seen = []
     for place in itertools.product(*map(range, window(eqn))):
         starts = [at * dilation for at, dilation in zip(place, dilations, strict=True)]
-        limits = [start + end for start, end in zip(starts, ends, strict=True)]
-        first, last = (0, 0, *starts, 0, 0), (*x.shape[:2], *limits, *x.shape[-2:])
+        thresholds = [start + end for start, end in zip(starts, ends, strict=True)]
+        first, last = (0, 0, *starts, 0, 0), (*x.shape[:2], *thresholds, *x.shape[-2:])
         seen.append(lax.slice(x, first, last, (1, 1, *strides, 1, 1)))
     return jnp.concatenate(seen, -2)
 
 
-def as_kernel(eqn: Any, x: Array) -> Array:
+def reshape_to_kernel(eqn: Any, x: Array) -> Array:
     """`[*any, *kernel]`, from `[*any, groups, window and channels, features of a group]`."""
     out_axis, in_axis, *spatial = eqn.params["dimension_numbers"].rhs_spec
     lead, (groups, _, features) = x.shape[:-3], x.shape[-3:]
@@ -274,7 +285,7 @@ class Loop(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, eqn: Any) -> "Loop":
+    def create(cls, eqn: Any) -> "Loop":
         """The `Loop` of an equation."""
         params = eqn.params
         if "num_consts" in params:
@@ -283,13 +294,13 @@ class Loop(NamedTuple):
         return cls(len(consts), len(carry), params["length"])
 
 
-def loop_again(eqn: Any, body: Callable[..., Any], carry: Any, sliced: Any) -> Any:
+def rebind_scan(eqn: Any, body: Callable[..., Any], carry: Any, sliced: Any) -> Any:
     """The `scan` of an equation, with another body."""
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     return lax.scan(body, carry, sliced, **options)
 
 
-def checkpointed_again(eqn: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+def rebind_checkpoint(eqn: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` as a checkpoint, with the equation's rule about what to keep for the derivative."""
     options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
     return jax.checkpoint(fn, **options)

@@ -15,20 +15,20 @@ import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.numerics import fixed_size, norm_dtype, reciprocal_of_power
-from optaxclip._engine.measure import Measured
+from optaxclip._base.numerics import norm_dtype, reciprocal_pow2, static_size_or_none
+from optaxclip._engine.measure import ScaledNorms
 from optaxclip._engine.respond import Multiplier
-from optaxclip.per_example.ghost.norms import Estimate, Part, norms_above
-from optaxclip.per_example.ghost.parts import parts_of
-from optaxclip.per_example.ghost.references import Reference
-from optaxclip.per_example.ghost.sites import Backward
-from optaxclip.per_example.ghost.sums import gradients_of_examples, weighted_sum
-from optaxclip.per_example.ghost.walk import Program, Walk, evaluate
-from optaxclip.per_example.weighting import sum_dtype, weighted_sums
+from optaxclip.per_example.ghost.norms import Estimate, NormTerm, bound_norms
+from optaxclip.per_example.ghost.parts import choose_methods
+from optaxclip.per_example.ghost.references import ParamSlice
+from optaxclip.per_example.ghost.sites import BackpropResult
+from optaxclip.per_example.ghost.sums import compute_weighted_sum, gradients_of_examples
+from optaxclip.per_example.ghost.walk import ParamTracker, Program, evaluate
+from optaxclip.per_example.weighting import compute_weighted_sums, sum_dtype
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class GhostPlan:
+class GhostNormPlan:
     """How the norms of all parameters are found, from the program of one example.
 
     For each parameter there are the parts of its uses, empty if it is dense or unused; for each
@@ -37,8 +37,8 @@ class GhostPlan:
 
     program: Program
     output: Any
-    parts: list[list[Part]]
-    dense: dict[int, str]
+    parts: list[list[NormTerm]]
+    materialized: dict[int, str]
     types: list[Any]
 
     @functools.cached_property
@@ -51,7 +51,7 @@ class GhostPlan:
         return frozenset(i for i, parts in rows if {part.way for part in parts} == {"direct"})
 
     @classmethod
-    def of(cls, loss: Callable[..., Any], params: list[Any], example: Any) -> "GhostPlan":
+    def create(cls, loss: Callable[..., Any], params: list[Any], example: Any) -> "GhostNormPlan":
         """The plan for a loss, which is a function of the parameters and of one example."""
         closed, output = jax.make_jaxpr(loss, return_shape=True)(params, example)
         jaxpr, count = closed.jaxpr, len(params)
@@ -61,15 +61,15 @@ class GhostPlan:
             if not primitives.is_real(variable):
                 dense[i] = f"has dtype {variable.aval.dtype}"
         while True:
-            walk, before = Walk(dense, mesh), len(dense)
-            references: list[Any] = [(Reference(i),) for i in range(count)]
+            walk, before = ParamTracker(dense, mesh), len(dense)
+            references: list[Any] = [(ParamSlice(i),) for i in range(count)]
             references += [()] * (len(jaxpr.invars) - count)
             program, outputs = walk.program(jaxpr, closed.consts, references)
             # Only the first output, which is the loss, has a derivative.
-            walk.materialize(outputs[0], "is the loss")
+            walk.mark_materialized(outputs[0], "is the loss")
             dense = walk.dense
             if len(dense) == before:
-                found = [parts_of(program, i) for i in range(count)]
+                found = [choose_methods(program, i) for i in range(count)]
                 parts = [each for each in found if each is not None]
                 if len(parts) == count:
                     types = [v.aval for v in jaxpr.invars[:count]]
@@ -79,7 +79,7 @@ class GhostPlan:
 
     def taps(self) -> list[Array]:
         """For each site, an array like its output, with an axis for each loop around it."""
-        return [devices.zeros_like_type(site.output, site.lengths) for site in self.program.sites]
+        return [devices.zeros_like_aval(site.output, site.lengths) for site in self.program.sites]
 
     def microbatch_size(self, examples: int) -> int:
         """How many examples to take at once if the user does not say it.
@@ -88,17 +88,17 @@ class GhostPlan:
         plain backpropagation would not keep. All examples are taken unless this exceeds both
         256 MiB and twice the memory of the parameters.
         """
-        kept = sum(_bytes(self.types[i]) for i in {*self.dense, *self.whole})
+        kept = sum(_bytes(self.types[i]) for i in {*self.materialized, *self.whole})
         for site in self.program.sites:
             if site.is_checkpointed:
                 kept += math.prod(site.lengths) * (_bytes(site.data) + _bytes(site.output))
         room = max(2**28, 2 * sum(map(_bytes, self.types)))
         # A symbolic number of examples, in `jax.export`, cannot be compared with a number.
-        is_known = fixed_size(examples) is not None
+        is_known = static_size_or_none(examples) is not None
         return max(1, min(examples, room // max(kept, 1))) if is_known else examples
 
     def underflow(self, dtype: Any) -> float:
-        """What an example may add beyond its limit where numbers fall below the normal numbers."""
+        """What an example may add beyond its threshold where numbers fall below the normal numbers."""
         sizes = [part.sizes for parts in self.parts for part in parts]
         each = [(n + 2) * math.sqrt(groups * k * m) for groups, n, k, m in sizes]
         return 8 * float(jnp.finfo(dtype).tiny) * sum(each)
@@ -112,7 +112,7 @@ def _bytes(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize
 
 
-def differentiate(plan: GhostPlan, params: list[Any], batch: Any) -> Backward:
+def differentiate(plan: GhostNormPlan, params: list[Any], batch: Any) -> BackpropResult:
     """One pass forward and one pass backward over a batch, without gradients of layers.
 
     The parameters are typed as varying where the batch varies.
@@ -125,10 +125,10 @@ def differentiate(plan: GhostPlan, params: list[Any], batch: Any) -> Backward:
 
     # In full on each device of an explicit mesh: gradients would be split by examples and like the
     # parameter, and a type cannot name the same devices twice.
-    dense = {i: devices.gathered(params[i]) for i in plan.dense}
-    taps = devices.varying_like(batch, plan.taps())
+    dense = {i: devices.replicate(params[i]) for i in plan.materialized}
+    taps = devices.pvary_like(batch, plan.taps())
 
-    def one(example: Any) -> Any:
+    def differentiate_example(example: Any) -> Any:
         # Taps and parameters are not arguments: `vmap` refuses an argument without an axis of
         # examples if the mesh axis that splits the examples splits it too.
         fn = jax.value_and_grad(loss, (0, 1), has_aux=True)
@@ -136,14 +136,16 @@ def differentiate(plan: GhostPlan, params: list[Any], batch: Any) -> Backward:
         return data, *found, outputs
 
     axes = [len(site.lengths) for site in plan.program.sites]
-    data, cotangents, gradients, outputs = jax.vmap(one, 0, (axes, axes, 0, 0))(batch)
+    data, cotangents, gradients, outputs = jax.vmap(differentiate_example, 0, (axes, axes, 0, 0))(
+        batch
+    )
     # Norms and sums must read the same numbers. Without the barrier, XLA (JAX 0.10.2) drops the
-    # rounding to bfloat16 in one of two fusions, and an example was up to 0.2 % above its limit.
+    # rounding to bfloat16 in one of two fusions, and an example was up to 0.2 % above its threshold.
     data, cotangents, gradients = lax.optimization_barrier((data, cotangents, gradients))
-    return Backward(data, cotangents, gradients, jax.tree.unflatten(plan.output, outputs))
+    return BackpropResult(data, cotangents, gradients, jax.tree.unflatten(plan.output, outputs))
 
 
-def with_gradients(plan: GhostPlan, backward: Backward) -> Backward:
+def add_materialized_gradients(plan: GhostNormPlan, backward: BackpropResult) -> BackpropResult:
     """The results, with the gradients that cost less than Gram matrices.
 
     Gradients of bfloat16 parameters are in bfloat16, as backpropagation gives them: half the bytes.
@@ -171,20 +173,20 @@ class Norms:
       upper: for each group, `[examples]`, from the estimates; the factor is computed from `bound`.
     """
 
-    plan: GhostPlan
-    backward: Backward
+    plan: GhostNormPlan
+    backward: BackpropResult
     grouping: Grouping
     estimates: dict[Key, Estimate]
     lost: dict[Key, Array]
     have_lost: Array
-    upper: list[Measured]
+    upper: list[ScaledNorms]
 
     @classmethod
-    def of(
-        cls, plan: GhostPlan, backward: Backward, grouping: Grouping, is_padding: Array
+    def create(
+        cls, plan: GhostNormPlan, backward: BackpropResult, grouping: Grouping, is_padding: Array
     ) -> "Norms":
         """The norms, computed in the cheap way, and from the gradients that there are."""
-        backward = with_gradients(plan, backward)
+        backward = add_materialized_gradients(plan, backward)
         examples, dtype = is_padding.size, _dtype(plan)
         found = {
             (i, k): part.estimate(backward, dtype)
@@ -193,28 +195,33 @@ class Norms:
             if i not in plan.whole
         }
         for i, gradient in backward.gradients.items():
-            norm = norms_above(gradient, tuple(range(1, gradient.ndim)), dtype)
-            off = _norm_of([part.off(backward, dtype) for part in plan.parts[i]], examples, dtype)
+            norm = bound_norms(gradient, tuple(range(1, gradient.ndim)), dtype)
+            off = _combine_norms(
+                [part.rounding_error(backward, dtype) for part in plan.parts[i]], examples, dtype
+            )
             if i in plan.whole and gradient.dtype == jnp.bfloat16:
                 off += bounds.ROUNDED * norm
             found[i, 0] = Estimate(norm, jnp.zeros_like(norm), off, norm + off)
         lost, upper = {}, []
         for group in grouping.groups:
-            own = {key: found[key] for key in found if key[0] in group.members}
+            own = {key: found[key] for key in found if key[0] in group.leaf_indices}
             upper.append(_upper(plan, own, examples, dtype))
-            norms = _at_least([*own.values()], examples, dtype)
+            norms = _bound_from_below([*own.values()], examples, dtype)
             for (i, k), estimate in own.items():
                 if i not in backward.gradients and plan.parts[i][k].way in ("gram", "tied"):
                     # This is also true if squares overflow, although the norms do not.
-                    lost[i, k] = ~(estimate.lost <= bounds.LOST * norms) & ~is_padding
+                    lost[i, k] = (
+                        ~(estimate.cancellation_error <= bounds.CANCELLATION_LIMIT * norms)
+                        & ~is_padding
+                    )
         have_lost = functools.reduce(jnp.logical_or, lost.values(), jnp.zeros_like(is_padding))
         return cls(plan, backward, grouping, found, lost, have_lost, upper)
 
-    def choose(self, again: Array, first: Array) -> Array:
+    def select_exact(self, again: Array, first: Array) -> Array:
         """`again` for the examples that lost digits, `first` for others, bit for bit."""
         return jnp.where(self.have_lost, again, first)
 
-    def again(self) -> list[Measured]:
+    def recompute_exact(self) -> list[ScaledNorms]:
         """The upper bounds, from the gradients themselves for the examples that lost digits.
 
         What an example adds must not depend on what lies beside it, so this is chosen for each
@@ -223,13 +230,13 @@ class Norms:
         careful, dtype = dict(self.estimates), _dtype(self.plan)
         for (i, k), flag in self.lost.items():
             part, cheap = self.plan.parts[i][k], self.estimates[i, k]
-            of_data, of_cotangents = part.peaks(self.backward)
+            of_data, of_cotangents = part.max_moduli(self.backward)
             # Zero or non-finite gradients would tell nothing new, but be computed for all examples.
             is_finite = jnp.isfinite(of_data) & jnp.isfinite(of_cotangents)
             is_worth = flag & is_finite & (of_cotangents > 0)
             made = lax.cond(
                 jnp.any(is_worth),
-                lambda _, part=part: part.estimate(self.backward, dtype, with_care=True),
+                lambda _, part=part: part.estimate(self.backward, dtype, exact=True),
                 lambda cheap: cheap,
                 cheap,
             )
@@ -238,19 +245,19 @@ class Norms:
             careful[i, k] = Estimate(*(jnp.where(is_worth, *row) for row in rows))
         found = []
         for group, upper in zip(self.grouping.groups, self.upper, strict=True):
-            own = {key: careful[key] for key in careful if key[0] in group.members}
+            own = {key: careful[key] for key in careful if key[0] in group.leaf_indices}
             again = _upper(self.plan, own, self.have_lost.size, dtype)
-            found.append(Measured(*map(self.choose, again, upper)))
+            found.append(ScaledNorms(*map(self.select_exact, again, upper)))
         return found
 
-    def are_ordinary(self, multipliers: list[Multiplier]) -> Array:
+    def is_well_scaled(self, multipliers: list[Multiplier]) -> Array:
         """For each example, whether its numbers and products with its factor are in range."""
         info, flags = jnp.finfo(_dtype(self.plan)), []
         norms = [each.norm for each in self.upper]
         for group, norm, by in zip(self.grouping.groups, norms, multipliers, strict=True):
             stays = (by.ratio == 0) | ((by.power == 1) & (by.ratio == 1))
             for (i, k), estimate in self.estimates.items():
-                if i in group.members and i not in self.backward.gradients:
+                if i in group.leaf_indices and i not in self.backward.gradients:
                     _, _, inputs, outputs = self.plan.parts[i][k].sizes
                     spread = math.sqrt(outputs) * estimate.of_data
                     spread += math.sqrt(inputs) * estimate.of_cotangents
@@ -260,63 +267,68 @@ class Norms:
                     flags.append(jnp.isfinite(estimate.total) & (stays | is_in_range))
         return functools.reduce(jnp.logical_and, flags)
 
-    def weighted_sums(self, multipliers: list[Multiplier], *, are_ordinary: bool) -> list[Array]:
+    def sum_weighted(self, multipliers: list[Multiplier], *, are_ordinary: bool) -> list[Array]:
         """The sums of the gradients of all parameters, times the multipliers of their groups."""
-        by_leaf, gradients = self.grouping.by_leaf(multipliers), self.backward.gradients
+        by_leaf, gradients = self.grouping.broadcast_to_leaves(multipliers), self.backward.gradients
         dtypes = [sum_dtype(leaf.dtype) for leaf in self.plan.types]
         axes = tuple(tuple(range(gradient.ndim - 1)) for gradient in gradients.values())
         leaves = [gradient.astype(dtypes[i]) for i, gradient in gradients.items()]
-        sums = weighted_sums(leaves, [by_leaf[i] for i in gradients], axes)
+        sums = compute_weighted_sums(leaves, [by_leaf[i] for i in gradients], axes)
         found = dict(zip(gradients, sums, strict=True))
         for i, (leaf, parts) in enumerate(zip(self.plan.types, self.plan.parts, strict=True)):
             if i not in found:
-                found[i] = weighted_sum(
+                found[i] = compute_weighted_sum(
                     leaf, parts, self.backward, by_leaf[i], are_ordinary=are_ordinary
                 )
         return [found[i] for i in range(len(dtypes))]
 
 
-def _bound(plan: GhostPlan, key: Key, estimate: Estimate) -> Array:
+def _bound(plan: GhostNormPlan, key: Key, estimate: Estimate) -> Array:
     """An upper bound of the norm, with room for the rounding of the sum."""
     i, k = key
-    if i in plan.dense or i in plan.whole:
+    if i in plan.materialized or i in plan.whole:
         return estimate.bound
     part, unit = plan.parts[i][k], bounds.unit_roundoff(sum_dtype(plan.types[i].dtype))
-    additions = max(sites.cut_of(use).additions for use, _ in part.uses)
+    additions = max(sites.block_split(use).additions for use, _ in part.uses)
     slack = 0.0
     types = (x for use, _ in part.uses for x in (use.site.data, use.site.output))
     if any(x.dtype == jnp.bfloat16 for x in types):
-        additions, slack = 2 * additions, bounds.REST
+        additions, slack = 2 * additions, bounds.OTHER_ERRORS
     slack += bounds.relative_error(additions + len(part.uses) + bounds.PRODUCT + 4, unit)
     return estimate.bound + slack * estimate.total
 
 
-def _upper(plan: GhostPlan, own: dict[Key, Estimate], examples: int, dtype: Any) -> Measured:
+def _upper(plan: GhostNormPlan, own: dict[Key, Estimate], examples: int, dtype: Any) -> ScaledNorms:
     """An upper bound of the norm of a group, and the one that its factor is computed from.
 
     An example whose positions cancel still adds terms of size `A` to the sum, whose rounding would
     change with what lies beside them: so the factor allows for a share of `A` too.
     """
-    norm = _norm_of([_bound(plan, *x) for x in own.items()], examples, dtype)
-    sums = [(i, x) for (i, _), x in own.items() if i not in plan.dense and i not in plan.whole]
-    total = _norm_of([x.total for _, x in sums], examples, dtype)
-    found = Measured.of(norm, 1.0)
-    least = bounds.CANCELLED * total * reciprocal_of_power(found.size)
+    norm = _combine_norms([_bound(plan, *x) for x in own.items()], examples, dtype)
+    sums = [
+        (i, x) for (i, _), x in own.items() if i not in plan.materialized and i not in plan.whole
+    ]
+    total = _combine_norms([x.total for _, x in sums], examples, dtype)
+    found = ScaledNorms.from_value(norm, 1.0)
+    least = bounds.CANCELLED * total * reciprocal_pow2(found.scale)
     return found._replace(divisor=jnp.maximum(found.divisor, least))
 
 
-def _at_least(estimates: list[Estimate], examples: int, dtype: Any) -> Array:
+def _bound_from_below(estimates: list[Estimate], examples: int, dtype: Any) -> Array:
     """Lower bounds of the norms of a group."""
-    each = [jnp.sqrt(jnp.maximum(x.norm - x.lost, 0) * (x.norm + x.lost)) for x in estimates]
-    return _norm_of([jnp.where(jnp.isfinite(x), x, 0) for x in each], examples, dtype)
+    each = [
+        jnp.sqrt(jnp.maximum(x.norm - x.cancellation_error, 0) * (x.norm + x.cancellation_error))
+        for x in estimates
+    ]
+    return _combine_norms([jnp.where(jnp.isfinite(x), x, 0) for x in each], examples, dtype)
 
 
-def _norm_of(norms: list[Array], examples: int, dtype: Any) -> Array:
+def _combine_norms(norms: list[Array], examples: int, dtype: Any) -> Array:
     """An upper bound of the norm of several parts together, from the norms `[examples]` of each."""
     if not norms:
         return jnp.zeros(examples, dtype)
-    return norms[0] if len(norms) == 1 else norms_above(devices.stack(norms, 1), (1,), dtype)
+    return norms[0] if len(norms) == 1 else bound_norms(devices.stack(norms, 1), (1,), dtype)
 
 
-def _dtype(plan: GhostPlan) -> jnp.dtype:
+def _dtype(plan: GhostNormPlan) -> jnp.dtype:
     return norm_dtype(x.dtype for x in plan.types)

@@ -9,7 +9,7 @@ from jax import Array
 import optaxclip.per_example.ghost.primitives as primitives
 
 
-class Move(NamedTuple):
+class ReshapeOp(NamedTuple):
     """An equation that moves entries; `depth` loops around it slice the parameter."""
 
     depth: int
@@ -19,12 +19,12 @@ class Move(NamedTuple):
     def apply(self, x: Array) -> Array:
         """The moved entries, with a leading axis for each loop that slices the parameter."""
 
-        def moved(x: Array) -> Array:
+        def apply_reshape(x: Array) -> Array:
             return primitives.apply(self.eqn, [x])[self.output]
 
         for _ in range(self.depth):
-            moved = jax.vmap(moved)
-        return moved(x)
+            apply_reshape = jax.vmap(apply_reshape)
+        return apply_reshape(x)
 
 
 class Interval(NamedTuple):
@@ -36,7 +36,7 @@ class Interval(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
+class ParamSlice:
     """Says which entries of a parameter a variable holds.
 
     Attributes:
@@ -47,7 +47,7 @@ class Reference:
     """
 
     leaf: int
-    moves: tuple[Move, ...] = ()
+    moves: tuple[ReshapeOp, ...] = ()
     loops: tuple[bool, ...] = ()
     interval: Interval | None = None
 
@@ -57,26 +57,26 @@ class Reference:
             leaf = move.apply(leaf)
         return leaf
 
-    def moved(self, eqn: Any, output: int) -> "Reference | None":
+    def follow_reshape(self, eqn: Any, output: int) -> "ParamSlice | None":
         """The reference of this equation's output; None if the entries cannot be followed."""
-        if primitives.stays(eqn):
+        if primitives.is_identity(eqn):
             return self
         interval = self.interval
         if interval is not None:
-            axis = primitives.transposed_axis(eqn, interval.axis)
+            axis = primitives.transpose_axis(eqn, interval.axis)
             if axis is None:
                 return None
             interval = interval._replace(axis=axis)
-        moves = (*self.moves, Move(sum(self.loops), eqn, output))
+        moves = (*self.moves, ReshapeOp(sum(self.loops), eqn, output))
         return dataclasses.replace(self, moves=moves, interval=interval)
 
-    def placed(self, axis: int, start: int, size: int) -> "Reference | None":
+    def place_inside_concatenate(self, axis: int, start: int, size: int) -> "ParamSlice | None":
         """The reference inside of a concatenation; None if it is inside of one already."""
         if self.interval is not None:
             return None
         return dataclasses.replace(self, interval=Interval(axis, start, size))
 
-    def inside(self, is_sliced: bool) -> "Reference | None":
+    def enter_scan(self, is_sliced: bool) -> "ParamSlice | None":
         """The reference inside of a loop."""
         interval = self.interval
         if interval is not None and is_sliced:
@@ -86,12 +86,12 @@ class Reference:
         return dataclasses.replace(self, loops=(*self.loops, is_sliced), interval=interval)
 
 
-References = tuple[Reference, ...]
+References = tuple[ParamSlice, ...]
 """The references of a variable: several for a concatenation, none if it holds only data."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Site:
+class MatmulSite:
     """An operation in which parameters, the operand at `position`, meet data, inside of loops.
 
     In a checkpoint backpropagation would compute the data again.

@@ -14,11 +14,11 @@ from jax import Array, lax
 
 import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
-from optaxclip.per_example.ghost.references import Move, Reference, Site
+from optaxclip.per_example.ghost.references import MatmulSite, ParamSlice, ReshapeOp
 from optaxclip.per_example.ghost.walk import Program
 
 
-class Backward(NamedTuple):
+class BackpropResult(NamedTuple):
     """The results of backpropagation for a batch.
 
     Attributes:
@@ -35,27 +35,27 @@ class Backward(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Use:
+class ParamUse:
     """The use of one parameter at one site, which has this number in the program."""
 
     number: int
-    site: Site
-    reference: Reference
+    site: MatmulSite
+    reference: ParamSlice
 
     @property
     def loops(self) -> tuple[bool, ...]:
         """For each loop around the site, whether it slices the parameter."""
         return self.reference.loops
 
-    def pair(self, backward: Backward) -> tuple[Array, Array]:
+    def operands(self, backward: BackpropResult) -> tuple[Array, Array]:
         """Data and cotangents."""
         return backward.data[self.number], backward.cotangents[self.number]
 
 
-def uses_of(program: Program, leaf: int) -> list[Use]:
+def uses_of(program: Program, leaf: int) -> list[ParamUse]:
     """All uses of a parameter."""
     return [
-        Use(number, site, reference)
+        ParamUse(number, site, reference)
         for number, site in enumerate(program.sites)
         for reference in site.references
         if reference.leaf == leaf
@@ -85,9 +85,9 @@ class Axes(NamedTuple):
     entries: tuple[int, ...]
 
     @classmethod
-    def of(cls, use: Use) -> "Axes":
+    def create(cls, use: ParamUse) -> "Axes":
         """The axes of a use; axes of entries are in the order of the parameter's axes."""
-        site, order = use.site, origin(use)[1]
+        site, order = use.site, trace_transposes(use)[1]
         axes = _product_at(use)
         first, num_batch = len(use.loops) + 1, len(axes.data_batch)
         free = _others(site.data.ndim, axes.data_sums + axes.data_batch)
@@ -110,14 +110,14 @@ class Axes(NamedTuple):
         )
 
 
-def _product_at(use: Use) -> primitives.Product:
+def _product_at(use: ParamUse) -> primitives.Product:
     found = primitives.product(use.site.eqn, use.site.position)
     if found is None:
         raise AssertionError(f"{use.site.eqn} is not a product")
     return found
 
 
-def _weights(use: Use) -> Any:
+def _weights(use: ParamUse) -> Any:
     """The type of the operand that holds the parameter."""
     return use.site.eqn.invars[use.site.position].aval
 
@@ -126,7 +126,7 @@ def _others(ndim: int, axes: Sequence[int]) -> list[int]:
     return [axis for axis in range(ndim) if axis not in axes]
 
 
-def narrowed(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
+def slice_used(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
     """The parts of data and cotangents that meet the parameter, if it is part of an operand."""
     interval = use.reference.interval
     if interval is None:
@@ -149,17 +149,17 @@ def narrowed(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
     return x, part(d, before + own.index(interval.axis))
 
 
-def pairs(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
+def to_matmul_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
     """Data `[B, G, T, K]` and cotangents `[B, G, T, N]` of a product or a convolution."""
     if use.site.kind == primitives.CONVOLUTION:
         return pairs_of_convolution(use, x, d)
-    x, d = narrowed(use, x, d)
-    axes, example = Axes.of(use), len(use.loops)
-    x = _arranged(x, example, axes.data_groups, axes.data_positions, axes.data_entries)
-    return x, _arranged(d, example, axes.groups, axes.positions, axes.entries)
+    x, d = slice_used(use, x, d)
+    axes, example = Axes.create(use), len(use.loops)
+    x = _arrange_bgte(x, example, axes.data_groups, axes.data_positions, axes.data_entries)
+    return x, _arrange_bgte(d, example, axes.groups, axes.positions, axes.entries)
 
 
-def _arranged(
+def _arrange_bgte(
     x: Array, example: int, groups: Sequence[int], positions: Sequence[int], entries: Sequence[int]
 ) -> Array:
     """`x` in the form `[B, G, T, E]`, from the axes that are groups, positions and entries."""
@@ -169,15 +169,15 @@ def _arranged(
 
 
 def pairs_of_convolution(
-    use: Use, x: Array, d: Array, of_pixels: Callable[[Array], Array] = lambda x: x
+    use: ParamUse, x: Array, d: Array, of_pixels: Callable[[Array], Array] = lambda x: x
 ) -> tuple[Array, Array]:
     """Data and cotangents, as from `pairs`, for a convolution.
 
-    `of_pixels` is taken of the pixels `[..., channels]` before they are put into patches.
+    `count_pixels` is taken of the pixels `[..., channels]` before they are put into patches.
     """
     eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]
     groups = primitives.feature_groups(eqn)
-    x = primitives.pixels(eqn, x.reshape(-1, *x.shape[len(lead) :]))
+    x = primitives.one_pixel_patches(eqn, x.reshape(-1, *x.shape[len(lead) :]))
     x = primitives.patches(eqn, of_pixels(x))
     d = primitives.outputs_of_convolution(eqn, d.reshape(-1, *d.shape[len(lead) :]))
     x = x.reshape(*lead, -1, x.shape[-2], groups, x.shape[-1] // groups)
@@ -186,7 +186,7 @@ def pairs_of_convolution(
     d = d.reshape(*lead, -1, groups, d.shape[-1] // groups)
     d = jnp.moveaxis(d, -2, len(lead))
     axes = _loop_axes(use.loops)
-    return _arranged(x, *axes), _arranged(d, *axes)
+    return _arrange_bgte(x, *axes), _arrange_bgte(d, *axes)
 
 
 def _loop_axes(loops: tuple[bool, ...]) -> tuple[int, list[int], list[int], list[int]]:
@@ -197,7 +197,7 @@ def _loop_axes(loops: tuple[bool, ...]) -> tuple[int, list[int], list[int], list
     return example, [*sliced, example + 1], [*same, example + 2], [example + 3]
 
 
-def rows(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
+def to_gather_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
     """The row `[B, G, T]` of a table that each position takes, and cotangents `[B, G, T, N]`.
 
     If a position takes no row, because its index is out of range, its row is the number of rows.
@@ -215,16 +215,16 @@ def rows(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
     if drops:
         d = jnp.where(ids < count, d, jnp.zeros_like(d))
     axes = _loop_axes(use.loops)
-    return _arranged(ids, *axes)[..., 0], _arranged(d, *axes)
+    return _arrange_bgte(ids, *axes)[..., 0], _arrange_bgte(d, *axes)
 
 
-def sizes_of(use: Use) -> Sizes:
+def sizes_of(use: ParamUse) -> Sizes:
     """The sizes of a use in the common form, for one example."""
     lengths = zip(use.loops, use.site.lengths, strict=True)
     around = [math.prod(n for is_sliced, n in lengths if is_sliced), 1]
     around[1] = math.prod(use.site.lengths) // max(around[0], 1)
     data, output, weights = use.site.data, use.site.output, _weights(use)
-    if use.site.kind == primitives.ROWS:
+    if use.site.kind == primitives.GATHER:
         each = (1, math.prod(data.shape[:-1]), 1, math.prod(weights.shape[1:]))
     elif use.site.kind == primitives.CONVOLUTION:
         groups = primitives.feature_groups(use.site.eqn)
@@ -236,7 +236,7 @@ def sizes_of(use: Use) -> Sizes:
     return Sizes(each[0] * around[0], each[1] * around[1], *each[2:])
 
 
-def _sizes_of_product(use: Use) -> tuple[int, int, int, int]:
+def _sizes_of_product(use: ParamUse) -> tuple[int, int, int, int]:
     axes, weights = _product_at(use), list(_weights(use).shape)
     interval = use.reference.interval
     if interval is not None:
@@ -249,7 +249,7 @@ def _sizes_of_product(use: Use) -> tuple[int, int, int, int]:
     return groups, positions, inputs, outputs
 
 
-def origin(use: Use) -> tuple[tuple[Move, ...], tuple[int, ...]]:
+def trace_transposes(use: ParamUse) -> tuple[tuple[ReshapeOp, ...], tuple[int, ...]]:
     """A reference's moves before its last transposes, and where each axis was before these."""
     moves, order = use.reference.moves, tuple(range(_weights(use).ndim))
     depth = sum(use.loops)
@@ -272,23 +272,23 @@ class Layout(NamedTuple):
     axes: Any
 
 
-def layout(use: Use) -> tuple[Layout, bool]:
+def layout(use: ParamUse) -> tuple[Layout, bool]:
     """The layout of a use, and whether data and cotangents change places in it."""
-    kind, (moves, order) = use.site.kind, origin(use)
-    if kind != primitives.PRODUCT:
+    kind, (moves, order) = use.site.kind, trace_transposes(use)
+    if kind != primitives.DOT_GENERAL:
         moves = use.reference.moves
         around = (sum(use.loops), primitives.layout_of_kernel(use.site.eqn))
-        return Layout(kind, described(moves), around), False
+        return Layout(kind, moves_key(moves), around), False
     axes = _product_at(use)
     own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
     batch = tuple(order[i] for i in axes.weight_batch)
     sides = [tuple(sorted(order[i] for i in side)) for side in (axes.weight_sums, own)]
     is_flipped = sides[0] > sides[1]
     around = (sum(use.loops), batch, *sorted(sides))
-    return Layout(kind, described(moves), around), is_flipped
+    return Layout(kind, moves_key(moves), around), is_flipped
 
 
-def described(moves: Sequence[Move]) -> tuple[str, ...]:
+def moves_key(moves: Sequence[ReshapeOp]) -> tuple[str, ...]:
     """Moves as text; moves that do the same have the same text."""
     return tuple(
         f"{move.depth} {move.eqn.primitive.name} {sorted(move.eqn.params.items(), key=str)} "
@@ -297,13 +297,13 @@ def described(moves: Sequence[Move]) -> tuple[str, ...]:
     )
 
 
-def are_apart(use: Use, other: Use) -> bool:
+def are_disjoint(use: ParamUse, other: ParamUse) -> bool:
     """Whether two uses certainly use different entries of the parameter."""
     both = list(zip(use.reference.moves, other.reference.moves, strict=False))
     for move, another in both:
-        if described([move]) == described([another]):
+        if moves_key([move]) == moves_key([another]):
             continue
-        intervals = [primitives.kept_intervals(x.eqn, x.output) for x in (move, another)]
+        intervals = [primitives.slice_intervals(x.eqn, x.output) for x in (move, another)]
         if None in intervals or move.depth != another.depth:
             return False
         # Both slice one array: the parameter, moved in the same way.
@@ -312,7 +312,7 @@ def are_apart(use: Use, other: Use) -> bool:
     return False
 
 
-def order_of_sum(use: Use) -> list[int]:
+def order_of_sum(use: ParamUse) -> list[int]:
     """The transposition of a `dot_general` over data and cotangents to the parameter's axes.
 
     The result of that `dot_general` has the axes of sliced loops, then the batch axes, then the
@@ -326,7 +326,7 @@ def order_of_sum(use: Use) -> list[int]:
     return [*range(sliced), *(sliced + place for place in places)]
 
 
-class Pieces(NamedTuple):
+class BlockSplit(NamedTuple):
     """The pieces in which a sum over an axis is added up, and the additions of a term."""
 
     axis: int
@@ -334,13 +334,13 @@ class Pieces(NamedTuple):
     additions: int
 
 
-def cut_of(use: Use) -> Pieces:
+def block_split(use: ParamUse) -> BlockSplit:
     """The pieces into which the positions of a use are cut for its sum."""
     positions = sizes_of(use).positions
-    if use.site.kind != primitives.PRODUCT:
-        return Pieces(0, 1, positions)
-    axes, sizes = Axes.of(use), (*use.site.lengths, 1, *use.site.data.shape)
+    if use.site.kind != primitives.DOT_GENERAL:
+        return BlockSplit(0, 1, positions)
+    axes, sizes = Axes.create(use), (*use.site.lengths, 1, *use.site.data.shape)
     lengths = [sizes[axis] for axis in axes.data_positions]
     found = [(bounds.pieces(positions, length), -i) for i, length in enumerate(lengths)]
     pieces, axis = max(found, default=(1, 0))
-    return Pieces(-axis, pieces, positions // pieces + pieces)
+    return BlockSplit(-axis, pieces, positions // pieces + pieces)

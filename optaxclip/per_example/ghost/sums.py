@@ -16,19 +16,30 @@ from jax import Array, lax
 import optaxclip._border.devices as devices
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
-from optaxclip._base.numerics import fixed_size, power_of_two_below, reciprocal_of_power
+from optaxclip._base.numerics import floor_pow2, reciprocal_pow2, static_size_or_none
 from optaxclip._border.entries import product_with_bfloat16
 from optaxclip._engine.respond import Multiplier
-from optaxclip.per_example.ghost.norms import Part, contract, in_chunks, in_pieces, precise
-from optaxclip.per_example.ghost.sites import Axes, Backward, Use
+from optaxclip.per_example.ghost.norms import (
+    NormTerm,
+    einsum,
+    exact_operands,
+    map_chunks,
+    sum_blocks,
+)
+from optaxclip.per_example.ghost.sites import Axes, BackpropResult, ParamUse
 from optaxclip.per_example.weighting import sum_dtype
 
 _LARGEST = 2.0**70
 """Of data times cotangents times factors, if a convolution takes extreme examples."""
 
 
-def weighted_sum(
-    leaf: Any, parts: Sequence[Part], backward: Backward, by: Multiplier, *, are_ordinary: bool
+def compute_weighted_sum(
+    leaf: Any,
+    parts: Sequence[NormTerm],
+    backward: BackpropResult,
+    by: Multiplier,
+    *,
+    are_ordinary: bool,
 ) -> Array:
     """The sum of a parameter's gradients times their multipliers, `[examples]`.
 
@@ -37,33 +48,35 @@ def weighted_sum(
     """
     dtype, total = sum_dtype(leaf.dtype), None
     for use, _ in (use for part in parts for use in part.uses):
-        found = _sum(use, *use.pair(backward), by, dtype, are_ordinary)
-        found = _in_leaf(use, found, leaf.shape)
+        found = _sum(use, *use.operands(backward), by, dtype, are_ordinary)
+        found = _scatter_into_leaf(use, found, leaf.shape)
         total = found if total is None else total + found
     return jnp.zeros(leaf.shape, dtype) if total is None else total
 
 
-def _sum(use: Use, x: Array, d: Array, by: Multiplier, dtype: Any, are_ordinary: bool) -> Array:
+def _sum(
+    use: ParamUse, x: Array, d: Array, by: Multiplier, dtype: Any, are_ordinary: bool
+) -> Array:
     example, kind = len(use.loops), use.site.kind
-    if kind == primitives.ROWS:
-        return _sum_of_rows(use, x, _multiplied(d, by, example, dtype))
-    is_product = kind == primitives.PRODUCT
+    if kind == primitives.GATHER:
+        return _sum_of_rows(use, x, _scale_cotangents(d, by, example, dtype))
+    is_product = kind == primitives.DOT_GENERAL
     if is_product:
-        x, d = sites.narrowed(use, x, d)
+        x, d = sites.slice_used(use, x, d)
     # The array that is multiplied is written again in a wider dtype, so the smaller one is taken.
     is_of_data = x.size < d.size
     smaller, larger = (x, d) if is_of_data else (d, x)
     if not are_ordinary:
-        smaller, larger, by = _balanced(use, smaller, larger, is_of_data, by, dtype)
-    smaller = _multiplied(smaller, by, example, dtype)
+        smaller, larger, by = _rescale_operands(use, smaller, larger, is_of_data, by, dtype)
+    smaller = _scale_cotangents(smaller, by, example, dtype)
     x, d = (smaller, larger) if is_of_data else (larger, smaller)
     if is_product:
-        return _products(use, x, d, dtype, summed=True)
-    return _sum_of_kernels(use, x.astype(dtype), d.astype(dtype))
+        return _sum_products(use, x, d, dtype, summed=True)
+    return _sum_kernels(use, x.astype(dtype), d.astype(dtype))
 
 
-def _balanced(
-    use: Use, smaller: Array, larger: Array, is_of_data: bool, by: Multiplier, dtype: Any
+def _rescale_operands(
+    use: ParamUse, smaller: Array, larger: Array, is_of_data: bool, by: Multiplier, dtype: Any
 ) -> tuple[Array, Array, Multiplier]:
     """Data and cotangents whose products with the factors stay in range.
 
@@ -73,8 +86,8 @@ def _balanced(
     """
     example = len(use.loops)
     pairs = [(example, example)]
-    if use.site.kind == primitives.PRODUCT:
-        axes = Axes.of(use)
+    if use.site.kind == primitives.DOT_GENERAL:
+        axes = Axes.create(use)
         pairs += zip(axes.data_groups, axes.groups, strict=True)
         pairs += zip(axes.data_positions, axes.positions, strict=True)
     to, of = zip(*sorted(pair if is_of_data else pair[::-1] for pair in pairs), strict=True)
@@ -82,9 +95,9 @@ def _balanced(
         [axis for axis in range(x.ndim) if axis not in kept]
         for x, kept in ((smaller, to), (larger, of))
     ]
-    power = power_of_two_below(jnp.max(jnp.abs(larger), others[1]).astype(dtype))
-    ratio = _beside(by.ratio, larger, example)
-    found = larger.astype(dtype) * lax.expand_dims(reciprocal_of_power(power), others[1])
+    power = floor_pow2(jnp.max(jnp.abs(larger), others[1]).astype(dtype))
+    ratio = _expand_like(by.ratio, larger, example)
+    found = larger.astype(dtype) * lax.expand_dims(reciprocal_pow2(power), others[1])
     found = jnp.where(ratio == 0, ratio.astype(dtype), found)
     # A product with a power of two is exact.
     larger = found.astype(larger.dtype) if larger.dtype == jnp.bfloat16 else found
@@ -98,62 +111,62 @@ def _balanced(
     return smaller, larger, by
 
 
-def gradients_of_examples(leaf: Any, parts: Sequence[Part], backward: Backward) -> Array:
+def gradients_of_examples(leaf: Any, parts: Sequence[NormTerm], backward: BackpropResult) -> Array:
     """The gradient of each example, `[examples, *parameter]`, from products and convolutions."""
     dtype, totals = sum_dtype(leaf.dtype), []
     for use, _ in (use for part in parts for use in part.uses):
-        x, d = use.pair(backward)
-        if use.site.kind == primitives.PRODUCT:
-            found = _products(use, *sites.narrowed(use, x, d), dtype, summed=False)
+        x, d = use.operands(backward)
+        if use.site.kind == primitives.DOT_GENERAL:
+            found = _sum_products(use, *sites.slice_used(use, x, d), dtype, summed=False)
         else:
             found = _kernels(use, x, d, dtype)
-        totals.append(jax.vmap(lambda x, use=use: _in_leaf(use, x, leaf.shape))(found))
+        totals.append(jax.vmap(lambda x, use=use: _scatter_into_leaf(use, x, leaf.shape))(found))
     return functools.reduce(jnp.add, totals)
 
 
-def _in_leaf(use: Use, found: Array, shape: tuple[int, ...]) -> Array:
+def _scatter_into_leaf(use: ParamUse, found: Array, shape: tuple[int, ...]) -> Array:
     """A gradient of the used entries, put where these entries lie in the parameter."""
     if not use.reference.moves:
         return found.reshape(shape)
-    return _transposed(use.reference.apply, shape, found)
+    return _apply_transpose(use.reference.apply, shape, found)
 
 
-def _multiplied(d: Array, by: Multiplier, example: int, dtype: Any) -> Array:
-    ratio, power = (_beside(x.astype(dtype), d, example) for x in (by.ratio, by.power))
+def _scale_cotangents(d: Array, by: Multiplier, example: int, dtype: Any) -> Array:
+    ratio, power = (_expand_like(x.astype(dtype), d, example) for x in (by.ratio, by.power))
     # Not a constant 0, for which XLA on a GPU (JAX 0.10.2) stores an array of zeros.
     return jnp.where(ratio == 0, ratio, d.astype(dtype) * power * ratio)
 
 
-def _beside(x: Array, like: Array, example: int) -> Array:
+def _expand_like(x: Array, like: Array, example: int) -> Array:
     """A number for each example, with axes of size 1, so that they broadcast to `like`."""
     return lax.expand_dims(x, [axis for axis in range(like.ndim) if axis != example])
 
 
-def _products(use: Use, x: Array, d: Array, dtype: Any, *, summed: bool) -> Array:
+def _sum_products(use: ParamUse, x: Array, d: Array, dtype: Any, *, summed: bool) -> Array:
     """The sum `[*sliced loops, *operand]`, if the operand holds only the parameter.
 
     Unless the examples are `summed`, their axis comes first.
     """
-    axes, example = Axes.of(use), len(use.loops)
+    axes, example = Axes.create(use), len(use.loops)
     over, kept = ((example,), ()) if summed else ((), (example,))
     positions = ((*over, *axes.data_positions), (*over, *axes.positions))
     groups = ((*kept, *axes.data_groups), (*kept, *axes.groups))
 
     def product(x: Array, d: Array) -> Array:
-        x, d, options = precise(x, d, dtype)
+        x, d, options = exact_operands(x, d, dtype)
         return lax.dot_general(x, d, (positions, groups), **options)
 
     in_parts = functools.partial(_product_in_parts, numbers=(positions, groups), dtype=dtype)
 
-    def summed_product(x: Array, d: Array) -> Array:
+    def sum_product(x: Array, d: Array) -> Array:
         if {x.dtype, d.dtype} != {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
             return product(x, d)
         return product_with_bfloat16(x, d, whole=product, in_parts=in_parts)
 
-    cut, at = sites.cut_of(use), (example, example)
+    cut, at = sites.block_split(use), (example, example)
     if cut.pieces > 1:
         at = axes.data_positions[cut.axis], axes.positions[cut.axis]
-    found = in_pieces(summed_product, (x, at[0]), (d, at[1]), cut.pieces)
+    found = sum_blocks(sum_product, (x, at[0]), (d, at[1]), cut.pieces)
     order = [len(kept) + axis for axis in sites.order_of_sum(use)]
     return jnp.transpose(found, [*range(len(kept)), *order])
 
@@ -169,12 +182,12 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
     ]
     # Either the two parts are more terms of the sum, which writes the other factor twice; or they
     # are columns beside each other, which writes the result twice.
-    are_terms = fixed_size(terms) is None or terms <= 4 * min(free)
+    are_terms = static_size_or_none(terms) is None or terms <= 4 * min(free)
     both, axes = [], []
     for v, flag, *own in zip((x, d), is_wide, over, groups, strict=True):
         stacked = flag or are_terms
         sums, kept = (tuple(axis + stacked for axis in some) for some in own)
-        both.append(two_parts(v) if flag else jnp.stack([v, v]) if stacked else v)
+        both.append(split_float32_to_bfloat16(v) if flag else jnp.stack([v, v]) if stacked else v)
         axes.append(((0, *sums) if are_terms else sums, kept))
     (over_x, groups_x), (over_d, groups_d) = axes
     numbers = ((over_x, over_d), (groups_x, groups_d))
@@ -183,7 +196,7 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
     return found if are_terms else jnp.sum(found, before)
 
 
-def two_parts(d: Array) -> Array:
+def split_float32_to_bfloat16(d: Array) -> Array:
     """Two bfloat16 numbers for each float32 number, `[2, ...]`.
 
     The relative error of their sum is at most `bounds.REST`.
@@ -192,7 +205,7 @@ def two_parts(d: Array) -> Array:
     return jnp.stack([high, lax.reduce_precision(d - high, 8, 7)]).astype(jnp.bfloat16)
 
 
-def _kernels(use: Use, x: Array, d: Array, dtype: Any) -> Array:
+def _kernels(use: ParamUse, x: Array, d: Array, dtype: Any) -> Array:
     """Gradients `[examples, *sliced loops, *kernel]`, from products with the patches of the input.
 
     A convolution by XLA for each example would move twice the bytes on a GPU, as many on a TPU, and
@@ -200,21 +213,21 @@ def _kernels(use: Use, x: Array, d: Array, dtype: Any) -> Array:
     """
     example = len(use.loops)
 
-    def of_chunk(both: Any) -> Array:
-        x, d = sites.pairs(use, *(jnp.moveaxis(v, 0, example) for v in both))
-        return contract("bgtk,bgtn->bgkn", x, d, dtype)
+    def sum_chunk(both: Any) -> Array:
+        x, d = sites.to_matmul_form(use, *(jnp.moveaxis(v, 0, example) for v in both))
+        return einsum("bgtk,bgtn->bgkn", x, d, dtype)
 
     groups, positions, inputs, _ = sites.sizes_of(use)
     operands = [jnp.moveaxis(v, example, 0) for v in (x, d)]
-    found = in_chunks(of_chunk, operands, groups * positions * inputs * x.dtype.itemsize)
-    found = found.reshape(found.shape[0], *_around(use), -1, *found.shape[-2:])
-    return primitives.as_kernel(use.site.eqn, found)
+    found = map_chunks(sum_chunk, operands, groups * positions * inputs * x.dtype.itemsize)
+    found = found.reshape(found.shape[0], *_loop_lengths(use), -1, *found.shape[-2:])
+    return primitives.reshape_to_kernel(use.site.eqn, found)
 
 
-def _sum_of_kernels(use: Use, x: Array, d: Array) -> Array:
+def _sum_kernels(use: ParamUse, x: Array, d: Array) -> Array:
     eqn = use.site.eqn
 
-    def of_kernel(kernel: Array) -> Array:
+    def sum_kernel(kernel: Array) -> Array:
         def fn(x: Array, kernel: Array) -> Array:
             return primitives.convolve(eqn, x, kernel, x.dtype)
 
@@ -223,27 +236,27 @@ def _sum_of_kernels(use: Use, x: Array, d: Array) -> Array:
             fn = jax.vmap(fn, (0, 0 if is_sliced else None))
         return fn(x, kernel)
 
-    return _transposed(of_kernel, (*_around(use), *eqn.invars[1].aval.shape), d)
+    return _apply_transpose(sum_kernel, (*_loop_lengths(use), *eqn.invars[1].aval.shape), d)
 
 
-def _around(use: Use) -> tuple[int, ...]:
+def _loop_lengths(use: ParamUse) -> tuple[int, ...]:
     """The lengths of the loops that slice the parameter."""
     lengths = zip(use.loops, use.site.lengths, strict=True)
     return tuple(length for is_sliced, length in lengths if is_sliced)
 
 
-def _transposed(fn: Callable[[Array], Array], shape: Sequence[int], cotangent: Array) -> Array:
+def _apply_transpose(fn: Callable[[Array], Array], shape: Sequence[int], cotangent: Array) -> Array:
     """The transpose of a linear function of an array of this shape."""
     # Not `jax.linear_transpose`, which loses the mesh in types (JAX 0.10.2).
-    (zeros,) = devices.varying_like([cotangent], [jnp.zeros(shape, cotangent.dtype)])
+    (zeros,) = devices.pvary_like([cotangent], [jnp.zeros(shape, cotangent.dtype)])
     return jax.vjp(fn, zeros)[1](cotangent)[0]
 
 
-def _sum_of_rows(use: Use, x: Array, d: Array) -> Array:
+def _sum_of_rows(use: ParamUse, x: Array, d: Array) -> Array:
     """The sum `[*sliced loops, rows, ...]`, from one addition of all rows."""
-    ids, d = sites.rows(use, x, d)
+    ids, d = sites.to_gather_form(use, x, d)
     count, *entries = use.site.eqn.invars[0].aval.shape
-    around = _around(use)
+    around = _loop_lengths(use)
     rows = math.prod(around) * count
     first = count * jnp.arange(ids.shape[1], dtype=ids.dtype)[None, :, None]
     at = jnp.where(ids < count, ids + first, rows).reshape(-1)

@@ -18,7 +18,7 @@ from jax import Array
 
 import optaxclip.per_example.ghost.primitives as primitives
 from optaxclip.per_example.ghost.primitives import Loop
-from optaxclip.per_example.ghost.references import Reference, References, Site
+from optaxclip.per_example.ghost.references import MatmulSite, ParamSlice, References
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Step:
     outputs: Sequence[Any]
     run: jex.Jaxpr | None = None
     inner: "Program | None" = None
-    site: Site | None = None
+    site: MatmulSite | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,10 +43,10 @@ class Program:
     jaxpr: jex.Jaxpr
     consts: Sequence[Any]
     steps: list[Step]
-    sites: list[Site]
+    sites: list[MatmulSite]
 
 
-class Walk:
+class ParamTracker:
     """Finds the sites of a program on a mesh, and for each dense leaf the reason."""
 
     def __init__(self, dense: dict[int, str], mesh: Any) -> None:
@@ -62,34 +62,34 @@ class Walk:
         is_checkpointed: bool = False,
     ) -> tuple[Program, list[References]]:
         """The program, with loops of these lengths around it, and the references of its outputs."""
-        held: dict[Any, References] = dict(zip(jaxpr.invars, references, strict=True))
+        env: dict[Any, References] = dict(zip(jaxpr.invars, references, strict=True))
         steps: list[Step] = []
-        sites: list[Site] = []
-        plain: list[Any] = []
+        sites: list[MatmulSite] = []
+        param_free_eqns: list[Any] = []
         last_uses = _last_uses(jaxpr)
 
-        def of(atom: Any) -> References:
-            found = () if primitives.is_literal(atom) else held.get(atom, ())
+        def read_atom(atom: Any) -> References:
+            found = () if primitives.is_literal(atom) else env.get(atom, ())
             return tuple(ref for ref in found if ref.leaf not in self.dense)
 
         for number, eqn in enumerate(jaxpr.eqns):
-            refs = [of(atom) for atom in eqn.invars]
+            refs = [read_atom(atom) for atom in eqn.invars]
             around = (lengths, is_checkpointed)
             step, outputs = None, [()] * len(eqn.outvars)
             if any(refs) and primitives.has_gradient(eqn):
                 step, outputs = self._step(eqn, refs, *around)
-            held.update(zip(eqn.outvars, outputs, strict=True))
+            env.update(zip(eqn.outvars, outputs, strict=True))
             if step is None:
-                plain.append((number, eqn))
+                param_free_eqns.append((number, eqn))
                 continue
-            steps += _run(plain, last_uses)
-            plain = []
+            steps += _run(param_free_eqns, last_uses)
+            param_free_eqns = []
             steps.append(step)
             sites += step.inner.sites if step.inner else [step.site] if step.site else []
-        steps += _run(plain, last_uses)
-        return Program(jaxpr, consts, steps, sites), [of(atom) for atom in jaxpr.outvars]
+        steps += _run(param_free_eqns, last_uses)
+        return Program(jaxpr, consts, steps, sites), [read_atom(atom) for atom in jaxpr.outvars]
 
-    def materialize(self, references: Sequence[Reference], reason: str) -> None:
+    def mark_materialized(self, references: Sequence[ParamSlice], reason: str) -> None:
         """Makes the leaves of these references dense."""
         for reference in references:
             self.dense.setdefault(reference.leaf, reason)
@@ -99,79 +99,83 @@ class Walk:
     ) -> tuple[Step | None, list[References]]:
         """The step of an equation that uses parameters, and the references of its outputs."""
         name, nothing = primitives.name_of(eqn), [()] * len(eqn.outvars)
-        if primitives.is_move(eqn):
-            rows = [[ref.moved(eqn, i) for ref in refs[0]] for i in range(len(eqn.outvars))]
-            return None, [self._followed(refs[0], row, name) for row in rows]
+        if primitives.is_reshape_like(eqn):
+            rows = [
+                [ref.follow_reshape(eqn, i) for ref in refs[0]] for i in range(len(eqn.outvars))
+            ]
+            return None, [self._propagate(refs[0], row, name) for row in rows]
         if name == primitives.CONCATENATE:
-            axis, starts = primitives.parts(eqn)
+            axis, starts = primitives.concatenate_offsets(eqn)
             rows = zip(refs, starts, (v.aval.shape[axis] for v in eqn.invars), strict=True)
-            placed = [(ref, ref.placed(axis, *at)) for held, *at in rows for ref in held]
+            placed = [
+                (ref, ref.place_inside_concatenate(axis, *at)) for held, *at in rows for ref in held
+            ]
             olds, news = zip(*placed, strict=True)
-            return None, [self._followed(olds, news, name)]
+            return None, [self._propagate(olds, news, name)]
         if name in primitives.CALLS:
             program, outputs = self.program(*primitives.inner(eqn), refs, lengths, is_checkpointed)
             return Step(eqn, eqn.invars, eqn.outvars, inner=program), outputs
         if name in primitives.CHECKPOINTS:
             program, outputs = self.program(*primitives.inner(eqn), refs, lengths, True)
-            self._returned(outputs, name)
+            self._check_outputs(outputs, name)
             return Step(eqn, eqn.invars, eqn.outvars, inner=program), nothing
         if name == primitives.SCAN:
             return self._loop(eqn, refs, lengths, is_checkpointed), nothing
         site = _site(eqn, refs, lengths, is_checkpointed)
         if site is not None and primitives.mesh_of(site.output) != self.mesh:
-            self.materialize(sum(refs, ()), "is used inside of 'auto_axes'")
+            self.mark_materialized(sum(refs, ()), "is used inside of 'auto_axes'")
             return None, nothing
         if site is None:
-            self.materialize(sum(refs, ()), f"is used by '{name}'")
+            self.mark_materialized(sum(refs, ()), f"is used by '{name}'")
             return None, nothing
         return Step(eqn, eqn.invars, eqn.outvars, site=site), nothing
 
     def _loop(
         self, eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
     ) -> Step:
-        loop = Loop.of(eqn)
+        loop = Loop.create(eqn)
         first, last = loop.num_consts, loop.num_consts + loop.num_carry
         for held in refs[first:last]:
-            self.materialize(held, f"is carried through '{primitives.SCAN}'")
+            self.mark_materialized(held, f"is carried through '{primitives.SCAN}'")
         inside: list[References] = []
         for i, held in enumerate(refs):
-            entered = [ref.inside(i >= last) for ref in held]
-            inside.append(self._followed(held, entered, primitives.SCAN))
+            entered = [ref.enter_scan(i >= last) for ref in held]
+            inside.append(self._propagate(held, entered, primitives.SCAN))
         within = (*lengths, loop.length)
         program, outputs = self.program(*primitives.inner(eqn), inside, within, is_checkpointed)
-        self._returned(outputs, primitives.SCAN)
+        self._check_outputs(outputs, primitives.SCAN)
         return Step(eqn, eqn.invars, eqn.outvars, inner=program)
 
-    def _followed(
-        self, olds: References, news: Sequence[Reference | None], name: str
+    def _propagate(
+        self, olds: References, news: Sequence[ParamSlice | None], name: str
     ) -> References:
         """The new references; a leaf that cannot be followed becomes dense."""
         rows = zip(olds, news, strict=True)
-        self.materialize([old for old, new in rows if new is None], f"is used by '{name}'")
+        self.mark_materialized([old for old, new in rows if new is None], f"is used by '{name}'")
         return tuple(new for new in news if new is not None)
 
-    def _returned(self, outputs: Sequence[References], name: str) -> None:
+    def _check_outputs(self, outputs: Sequence[References], name: str) -> None:
         for references in outputs:
-            self.materialize(references, f"is returned by '{name}'")
+            self.mark_materialized(references, f"is returned by '{name}'")
 
 
 def _site(
     eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
-) -> Site | None:
+) -> MatmulSite | None:
     positions = [i for i, held in enumerate(refs) if held]
     if len(positions) != 1:
         return None
     position = positions[0]
     is_whole = all(ref.interval is None for ref in refs[position])
     if primitives.product(eqn, position) is not None:
-        kind = primitives.PRODUCT
+        kind = primitives.DOT_GENERAL
     elif position == 0 and is_whole and primitives.drops_outside(eqn) is not None:
-        kind = primitives.ROWS
+        kind = primitives.GATHER
     elif is_whole and primitives.is_convolution(eqn, position):
         kind = primitives.CONVOLUTION
     else:
         return None
-    return Site(kind, eqn, position, refs[position], lengths, is_checkpointed)
+    return MatmulSite(kind, eqn, position, refs[position], lengths, is_checkpointed)
 
 
 def _run(numbered: list[tuple[int, Any]], last_uses: dict[Any, int]) -> list[Step]:
@@ -183,7 +187,7 @@ def _run(numbered: list[tuple[int, Any]], last_uses: dict[Any, int]) -> list[Ste
     used = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
     inputs = [v for v in used if v not in defined]
     outputs = [v for v in defined if last_uses.get(v, -1) > last]
-    return [Step(None, inputs, outputs, primitives.piece(eqns, inputs, outputs))]
+    return [Step(None, inputs, outputs, primitives.sub_jaxpr(eqns, inputs, outputs))]
 
 
 def _last_uses(jaxpr: jex.Jaxpr) -> dict[Any, int]:
@@ -245,8 +249,8 @@ def _evaluate_inner(
         return evaluate(program, values, taps)
     if primitives.name_of(eqn) in primitives.CHECKPOINTS:
         fn = functools.partial(evaluate, program)
-        return primitives.checkpointed_again(eqn, fn)(values, list(taps))
-    loop = Loop.of(eqn)
+        return primitives.rebind_checkpoint(eqn, fn)(values, list(taps))
+    loop = Loop.create(eqn)
     first, last = loop.num_consts, loop.num_consts + loop.num_carry
 
     def body(carry: list[Any], sliced: tuple[list[Any], list[Any]]) -> Any:
@@ -255,5 +259,5 @@ def _evaluate_inner(
         return outputs[: loop.num_carry], (outputs[loop.num_carry :], data)
 
     sliced = (values[last:], list(taps))
-    carry, (rest, data) = primitives.loop_again(eqn, body, values[first:last], sliced)
+    carry, (rest, data) = primitives.rebind_scan(eqn, body, values[first:last], sliced)
     return [*carry, *rest], data

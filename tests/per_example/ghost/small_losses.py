@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optaxclip._batches.roles import Roles
+from optaxclip._batches.roles import LossArguments
 from optaxclip.per_example.ghost.clipping import plan_for
 from optaxclip.per_example.losses import ExampleLoss
 
@@ -31,8 +31,8 @@ def ids(*shape, high):
 
 def planned(loss, params, *batch):
     """The call of a loss, and how the norms of its parameters are found."""
-    call = ExampleLoss.of(loss, False, Roles.of((params, *batch), 0, None), {})
-    return call, plan_for(call, call.params.measured_leaves(), batch)
+    call = ExampleLoss.create(loss, False, LossArguments.split((params, *batch), 0, None), {})
+    return call, plan_for(call, call.params.inexact_leaves(), batch)
 
 
 def squares(y):

@@ -1,4 +1,4 @@
-"""No example adds more than its limit, and no norm is below the true one: against long double."""
+"""No example adds more than its threshold, and no norm is below the true one: against long double."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ from cases import slow_unless
 from jax import lax
 
 from optaxclip import per_example, scopes
-from optaxclip.per_example.ghost.norms import BY_PRODUCT
+from optaxclip.per_example.ghost.norms import MAX_ONE_HOT_POSITIONS
 
 RNG = np.random.default_rng(0)
 DEGREES = np.append(np.arange(9), 1.4)
@@ -46,9 +46,9 @@ def of_layer(w, x, d):
     return jnp.vdot(x @ w, d)
 
 
-def each_alone(loss, limit, w, *batch, size=None):
+def each_alone(loss, threshold, w, *batch, size=None):
     """For each example what it adds to the sum, and the norms."""
-    fn = per_example.clipped_grad(loss, limit, method="ghost", microbatch_size=size)
+    fn = per_example.clipped_grad(loss, threshold, method="ghost", microbatch_size=size)
     examples = len(batch[0])
     masks = np.concatenate([np.zeros((1, examples), bool), ~np.eye(examples, dtype=bool)])
 
@@ -99,7 +99,7 @@ def test_tokens_that_cancel(shape, scale):
     alone, result = each_alone(of_layer, scale, np.zeros((inputs, outputs), np.float32), x, d)
     assert np.all(long(result.norms) >= true)
     assert np.all(norms_of(alone) <= np.float32(scale))
-    # The tenth has lost digits that a limit would feel, though few, and is measured again.
+    # The tenth has lost digits that a threshold would feel, though few, and is measured again.
     assert np.all(norms_of(alone)[[0, 9]] >= 0.99 * scale)
     total = np.sum(
         norms_of(long(x).reshape(-1, inputs)).reshape(20, -1)
@@ -129,7 +129,7 @@ def of_table(w, i, d):
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize("positions", [12, BY_PRODUCT + 2])
+@pytest.mark.parametrize("positions", [12, MAX_ONE_HOT_POSITIONS + 2])
 def test_rows_that_are_repeated_and_out_of_range(positions):
     _, d = cancelling(20, positions, 4, 8)
     i = RNG.integers(-3, 5, (20, positions)).astype(np.int32)
@@ -204,16 +204,16 @@ def test_factors_times_data_or_cotangents_stay_in_range():
     units = gradients / norms_of(gradients)[:, None, None]
 
     @jax.jit
-    def run(limit):
-        clip = per_example.clipped_grad(of_layer, limit, method="ghost", response="normalize")
+    def run(threshold):
+        clip = per_example.clipped_grad(of_layer, threshold, method="ghost", response="normalize")
         w = jnp.zeros((64, 64))
         return lax.map(lambda mask: clip(w, x, d, is_padding=mask).grads, ~np.eye(5, dtype=bool))
 
-    for limit in (1e-36, 1e-31, 1.0, 1e3, 1e28):
-        alone = long(run(limit)) / np.float32(limit)
-        assert np.all(norms_of(alone) <= 1), limit
-        if limit >= 1e-31:
-            assert np.all(norms_of(alone - units) <= 0.05), (limit, norms_of(alone - units))
+    for threshold in (1e-36, 1e-31, 1.0, 1e3, 1e28):
+        alone = long(run(threshold)) / np.float32(threshold)
+        assert np.all(norms_of(alone) <= 1), threshold
+        if threshold >= 1e-31:
+            assert np.all(norms_of(alone - units) <= 0.05), (threshold, norms_of(alone - units))
 
 
 def test_positions_without_a_cotangent_do_not_count():

@@ -77,7 +77,7 @@ WAYS = {
 
 
 def sites_of(data, cotangents):
-    return sites.Backward(data, cotangents, {}, None)
+    return sites.BackpropResult(data, cotangents, {}, None)
 
 
 def estimate(loss, shape, data, cotangents):
@@ -182,8 +182,8 @@ def test_what_rounding_may_take_is_allowed_for(way, dtype):
         assert np.all(least >= proven), (name, least / proven)
         # Where nothing underflows, hardly more than that.
         assert np.all(least[:2] <= 1.1 * proven[:2]), (name, least / proven)
-    limits = np.minimum(np.hypot(found.norm, found.lost) + found.off, found.total)
-    np.testing.assert_allclose(bound.astype(float), limits.astype(float), rtol=1e-6)
+    thresholds = np.minimum(np.hypot(found.norm, found.cancellation_error) + found.rounding_error, found.total)
+    np.testing.assert_allclose(bound.astype(float), thresholds.astype(float), rtol=1e-6)
 
 
 def test_the_error_of_a_gradient_is_that_of_all_positions_and_uses():
@@ -194,7 +194,7 @@ def test_the_error_of_a_gradient_is_that_of_all_positions_and_uses():
     _, plan = planned(loss, {"w": jnp.zeros((4, 6))}, x, y, d, e)
     (part,) = plan.parts[0]
     off = np.asarray(
-        jax.jit(lambda *sites: part.off(sites_of(*sites), jnp.float32))([x, y], [d, e])
+        jax.jit(lambda *sites: part.rounding_error(sites_of(*sites), jnp.float32))([x, y], [d, e])
     )
     x, y, d, e = (norms(np.asarray(v, np.longdouble)) for v in (x, y, d, e))
     proven = g(40 + 1 + PRODUCT) * (np.sum(x * d, 1) + np.sum(y * e, 1))
@@ -236,7 +236,7 @@ def test_norms_leave_room_for_the_rounding_of_the_sum():
         assert proven <= slack <= 1.2 * proven
     # A factor of float32 meets bfloat16 in two parts, each of which is a term.
     slack, proven = slack_of("gram", 30, 200, 300, dtype=jnp.bfloat16), g(60 + PRODUCT + 2)
-    assert proven <= slack - bounds.REST <= 1.2 * proven
+    assert proven <= slack - bounds.OTHER_ERRORS <= 1.2 * proven
 
 
 def test_errors_of_roundings():
@@ -261,4 +261,4 @@ def test_of_several_axes_of_positions_the_one_is_cut_that_gives_most_pieces():
     x, w = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((2, 3, 8192, 5, 4), (4, 6)))
     _, plan = planned(loss, {"w": w}, x)
     (use, _), *_ = plan.parts[0][0].uses
-    assert sites.cut_of(use) == (1, 64, 3 * 8192 * 5 // 64 + 64)
+    assert sites.block_split(use) == (1, 64, 3 * 8192 * 5 // 64 + 64)

@@ -24,16 +24,18 @@ def loss_fn(params, x, y):
 
 
 def result_of(method, **options):
-    clip = per_example.clipped_grad(loss_fn, options.pop("limit", 5.0), method=method, **options)
+    clip = per_example.clipped_grad(
+        loss_fn, options.pop("threshold", 5.0), method=method, **options
+    )
     return jax.jit(clip)(PARAMS, X, Y, is_padding=IS_PADDING)
 
 
 OPTIONS = {
     "leaves": {"scope": scopes.leaf(), "split": "size"},
-    "groups": {"scope": scopes.group({"v": "head", "w": "body", "b": "body"}), "limit": 3.0},
-    "limits by name": {"scope": scopes.leaf(), "limit": {"b": 1.0, "v": 4.0, "w": 2.0}},
-    "a small limit": {"limit": 1e-3},
-    "no limit": {"limit": np.inf},
+    "groups": {"scope": scopes.group({"v": "head", "w": "body", "b": "body"}), "threshold": 3.0},
+    "thresholds by name": {"scope": scopes.leaf(), "threshold": {"b": 1.0, "v": 4.0, "w": 2.0}},
+    "a small threshold": {"threshold": 1e-3},
+    "no threshold": {"threshold": np.inf},
     "normalize": {"response": "normalize"},
     "auto_s": {"response": "auto_s"},
     "smooth": {"response": "smooth"},
@@ -80,7 +82,7 @@ def test_keys_aux_and_arguments_in_any_place():
 def by_size(flat):
     """A scope of a user: small leaves share a norm."""
     is_small = {
-        name: x.size < 10 for name, x in zip(flat.names(), flat.measured_leaves(), strict=True)
+        name: x.size < 10 for name, x in zip(flat.names(), flat.inexact_leaves(), strict=True)
     }
     return scopes.group({name: "small" if is_small[name] else "large" for name in is_small})(flat)
 

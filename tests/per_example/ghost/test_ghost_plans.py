@@ -188,7 +188,7 @@ def test_uses_without_a_common_form_are_differentiated(name):
     loss, params, arrays, reason = DENSE[name]
     call, plan = planned(loss, params, *arrays)
     leaf = call.params.names().index("w")
-    assert plan.dense.get(leaf) == reason
+    assert plan.materialized.get(leaf) == reason
 
 
 LAYERS = (
@@ -207,11 +207,11 @@ def test_sizes_are_those_of_data_and_cotangents(name):
     """The bounds, the choice of a way and the memory are computed from them."""
     loss, params, arrays, _ = CASES[name]
     call, plan = planned(loss, params, *arrays)
-    measured = call.params.measured_leaves()
+    measured = call.params.inexact_leaves()
     backward = jax.eval_shape(functools.partial(differentiate, plan), measured, arrays)
 
     def shapes(use, is_flipped):
-        form = sites.rows if use.site.kind == primitives.ROWS else sites.pairs
+        form = sites.to_gather_form if use.site.kind == primitives.GATHER else sites.to_matmul_form
         both = [backward.data[use.number], backward.cotangents[use.number]]
         x, d = (v.shape for v in jax.eval_shape(functools.partial(form, use), *both))
         assert x[:3] == d[:3]

@@ -14,10 +14,10 @@ from small_losses import CASES, planned
 
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost import bounds
-from optaxclip.per_example.ghost.norms import _summed_by_rows
-from optaxclip.per_example.ghost.program import Norms, differentiate, with_gradients
-from optaxclip.per_example.ghost.sites import Backward
-from optaxclip.per_example.ghost.sums import _product_in_parts, two_parts
+from optaxclip.per_example.ghost.norms import _sum_rows_first
+from optaxclip.per_example.ghost.program import Norms, add_materialized_gradients, differentiate
+from optaxclip.per_example.ghost.sites import BackpropResult
+from optaxclip.per_example.ghost.sums import _product_in_parts, split_float32_to_bfloat16
 from optaxclip.scopes import tree
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -41,13 +41,13 @@ def equations(jaxpr):
 def own_products(loss, params, batch):
     """The products that find norms and sums; those of the loss itself are as its author asks."""
     call, plan = planned(loss, params, *batch)
-    measured, grouping = call.params.measured_leaves(), tree()(call.params)
+    measured, grouping = call.params.inexact_leaves(), tree()(call.params)
     backward = jax.eval_shape(functools.partial(differentiate, plan), measured, batch)
 
     def norms_and_sums(backward, by):
-        norms = Norms.of(plan, backward, grouping, jnp.zeros(call.examples, bool))
-        sums = [norms.weighted_sums([by], are_ordinary=flag) for flag in (False, True)]
-        return norms.again() if norms.lost else norms.upper, sums
+        norms = Norms.create(plan, backward, grouping, jnp.zeros(call.examples, bool))
+        sums = [norms.sum_weighted([by], are_ordinary=flag) for flag in (False, True)]
+        return norms.recompute_exact() if norms.cancellation_error else norms.upper, sums
 
     by = Multiplier(*[jax.ShapeDtypeStruct((call.examples,), jnp.float32)] * 2)
     program = jax.make_jaxpr(norms_and_sums)(backward, by)
@@ -113,9 +113,9 @@ def test_gradients_are_kept_in_bfloat16_if_the_parameter_has_it(dtype):
     call, plan = planned(loss, params, *batch)
 
     def gradients(measured, batch):
-        return with_gradients(plan, differentiate(plan, measured, batch)).gradients
+        return add_materialized_gradients(plan, differentiate(plan, measured, batch)).gradients
 
-    (found,) = jax.eval_shape(gradients, call.params.measured_leaves(), batch).values()
+    (found,) = jax.eval_shape(gradients, call.params.inexact_leaves(), batch).values()
     assert found.dtype == (jnp.bfloat16 if dtype == "bfloat16" else jnp.float32)
 
 
@@ -127,17 +127,17 @@ def test_norms_and_sums_read_the_same_numbers(name):
     call, plan = planned(loss, params, *batch)
 
     def numbers(measured, batch):
-        found = with_gradients(plan, differentiate(plan, measured, batch))
+        found = add_materialized_gradients(plan, differentiate(plan, measured, batch))
         return found.data, found.cotangents, found.gradients
 
-    jaxpr = jax.make_jaxpr(numbers)(call.params.measured_leaves(), batch).jaxpr
+    jaxpr = jax.make_jaxpr(numbers)(call.params.inexact_leaves(), batch).jaxpr
     barriers = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier")
     assert {*jaxpr.outvars} <= {v for eqn in barriers for v in eqn.outvars}
 
 
 def test_sums_are_added_up_in_two_steps_once_they_are_compiled():
     """A single sum over rows and columns could take more additions than the bounds count."""
-    text = jax.jit(_summed_by_rows).lower([jnp.ones((2, 3, 8, 8))]).compile().as_text()
+    text = jax.jit(_sum_rows_first).lower([jnp.ones((2, 3, 8, 8))]).compile().as_text()
     assert text.count(" reduce(") == 2
 
 
@@ -151,7 +151,7 @@ def test_gradients_are_made_for_as_many_examples_as_have_room():
     for with_care in (False, True):
         program = jax.make_jaxpr(
             lambda x, d, flag=with_care: part.estimate(
-                Backward([x], [d], {}, None), jnp.float32, with_care=flag
+                BackpropResult([x], [d], {}, None), jnp.float32, exact=flag
             )
         )(x, d)
         eqns = equations(program.jaxpr)
@@ -161,9 +161,9 @@ def test_gradients_are_made_for_as_many_examples_as_have_room():
 
 def test_two_numbers_of_bfloat16_are_nearly_one_of_float32():
     d = np.random.default_rng(0).normal(size=999).astype(np.float32) * np.float32(1e-20)
-    found = np.asarray(jax.jit(two_parts)(d), float)
+    found = np.asarray(jax.jit(split_float32_to_bfloat16)(d), float)
     error = np.abs(found.sum(0) - d.astype(float)) / np.abs(d)
-    assert 1e-7 < np.max(error) <= bounds.REST
+    assert 1e-7 < np.max(error) <= bounds.OTHER_ERRORS
 
 
 @pytest.mark.parametrize("wide", [0, 1])

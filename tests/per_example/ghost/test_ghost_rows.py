@@ -28,7 +28,7 @@ LOOKUPS |= {f"gather, {mode}": gather(mode) for mode in ("fill", "clip", "promis
 
 
 def results(loss, params, *batch):
-    """What either method gives with a limit that clips nothing."""
+    """What either method gives with a threshold that clips nothing."""
     clips = (per_example.clipped_grad(loss, 1e6, method=way) for way in ("ghost", "vmap"))
     # As tests are compiled, XLA (JAX 0.10.2) mistakes narrow indices that are clipped.
     fn = jax.jit(lambda *args: [clip(*args) for clip in clips], compiler_options=AS_USERS)

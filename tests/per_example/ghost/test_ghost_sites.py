@@ -59,10 +59,10 @@ def test_the_sum_is_that_of_the_clipped_gradients(name):
     loss, params, batch, _ = CASES[name]
     _, grads = exact(name)
     norms = np.sqrt(sum(np.square(x) for x in norms_of(grads).values()))
-    limit = float(np.median(norms))
-    fn = jax.jit(per_example.clipped_grad(loss, limit, method="ghost", microbatch_size=3))
+    threshold = float(np.median(norms))
+    fn = jax.jit(per_example.clipped_grad(loss, threshold, method="ghost", microbatch_size=3))
     result = fn(params, *batch)
-    factors = limit / np.maximum(limit, norms)
+    factors = threshold / np.maximum(threshold, norms)
     for leaf, each in grads.items():
         expected = np.tensordot(factors, each, 1)
         found = np.asarray(result.grads[leaf], np.longdouble)
@@ -78,7 +78,7 @@ def test_how_parameters_are_measured(name):
     found = {}
     for i, leaf in enumerate(call.params.names()):
         parts = {part.way for part in plan.parts[i]}
-        found[leaf] = "dense" if i in plan.dense else parts.pop() if parts else "unused"
+        found[leaf] = "dense" if i in plan.materialized else parts.pop() if parts else "unused"
         assert not parts
     assert found == ways
 

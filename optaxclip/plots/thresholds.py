@@ -1,4 +1,4 @@
-"""Pictures that help to find a limit."""
+"""Pictures that help to find a threshold."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -8,10 +8,10 @@ import numpy as np
 from optaxclip._base.host import ArrayLike
 from optaxclip.plots.style import (
     COLORS,
-    crosses_at_the_top,
+    check_instance,
     curve,
-    finished,
-    instance,
+    finish_axes,
+    mark_off_scale,
     new_axes,
     plot_line,
 )
@@ -29,45 +29,47 @@ BINS = 50
 
 def norms_over_steps(
     norms: ArrayLike | Suggestion,
-    limit: ArrayLike | None = None,
+    threshold: ArrayLike | None = None,
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draws the norms of one run on a logarithmic axis, and marks the steps above a limit.
+    """Draws the norms of one run on a logarithmic axis, and marks the steps above a threshold.
 
-    Triangles mark the norms above the limit, and crosses at the top those that are not finite. For
+    Triangles mark the norms above the threshold, and crosses at the top those that are not finite. For
     a suggestion, triangles mark only steps after the warm-up, because only these are counted.
 
     Args:
-      norms: the raw norms, float[n]; or what `optaxclip.tuning.suggest` returned, with its limit.
-      limit: one limit, or the limit of each step, float[n]; it need not be the run's own limit. An
-        infinite limit is not drawn.
+      norms: the raw norms, float[n]; or what `optaxclip.tuning.suggest` returned, with its threshold.
+      threshold: one threshold, or the threshold of each step, float[n]; it need not be the run's own threshold. An
+        infinite threshold is not drawn.
       steps: the step of each norm, int[n]; if None, those of the suggestion, or 0, 1, ...
       ax: where to draw.
 
     Raises:
-      ValueError: for no norms, for more than one axis, for a wrong number of limits or steps, or
-        for a suggestion and a limit.
+      ValueError: for no norms, for more than one axis, for a wrong number of thresholds or steps, or
+        for a suggestion and a threshold.
       TypeError: for norms that are not real numbers.
 
     Example:
       >>> from optaxclip import plots
-      >>> ax = plots.norms_over_steps([1.0, 1.2, 30.0, float("nan")], limit=2.0)
+      >>> ax = plots.norms_over_steps([1.0, 1.2, 30.0, float("nan")], threshold=2.0)
       >>> print(ax.get_legend_handles_labels()[1])
-      ['norm', 'above the limit (1)', 'limit 2', 'not finite (1)']
+      ['norm', 'above the threshold (1)', 'threshold 2', 'not finite (1)']
     """
     suggestion = None
     if isinstance(norms, Suggestion):
-        if limit is not None:
-            remedy = "to draw another limit, pass suggestion.norms"
-            raise ValueError(f"limit must be None for a suggestion, which has its own; {remedy}")
-        suggestion, norms, limit = norms, norms.norms, norms.limit
+        if threshold is not None:
+            remedy = "to draw another threshold, pass suggestion.norms"
+            raise ValueError(
+                f"threshold must be None for a suggestion, which has its own; {remedy}"
+            )
+        suggestion, norms, threshold = norms, norms.norms, norms.threshold
         steps = suggestion.steps if steps is None else steps
     x, y = curve(norms, steps, "norms")
-    bound = None if limit is None else np.asarray(limit, np.float64)
+    bound = None if threshold is None else np.asarray(threshold, np.float64)
     if bound is not None and bound.shape not in ((), y.shape):
         what = f"one, or one for each of {len(y)} norms"
-        raise ValueError(f"limit must be {what}, got the shape {bound.shape}")
+        raise ValueError(f"threshold must be {what}, got the shape {bound.shape}")
     axes = new_axes(ax)
     finite = np.isfinite(y)
     axes.set_yscale("log")
@@ -78,23 +80,23 @@ def norms_over_steps(
         axes.axvspan(x[0], x[warmup], color="0.93", linewidth=0, zorder=0, label=label)
     if bound is not None:
         above = finite & (y > bound)
-        label = f"limit {bound:.3g}" if bound.ndim == 0 else "limit"
+        label = f"threshold {bound:.3g}" if bound.ndim == 0 else "threshold"
         if suggestion is not None:
             above, label = above & suggestion.counted, _label(suggestion)
         _mark_above(axes, x, y, above)
         line = np.broadcast_to(np.where(np.isfinite(bound), bound, np.nan), y.shape)
         plot_line(axes, x, line, "--", color=BLUE, linewidth=1.6, label=label)
     if not finite.all():
-        crosses_at_the_top(axes, x[~finite], label=f"not finite ({np.sum(~finite)})")
+        mark_off_scale(axes, x[~finite], label=f"not finite ({np.sum(~finite)})")
     axes.set_ylabel("gradient norm")
-    return finished(axes, legend=ax is None)
+    return finish_axes(axes, legend=ax is None)
 
 
 def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
-    """Draws how often norms of each size came after the warm-up, with the suggested limit.
+    """Draws how often norms of each size came after the warm-up, with the suggested threshold.
 
     Spikes, whose norms stick out among the steps around them, have a colour of their own. So do
-    norms above the limit that are not spikes; there are such norms if the level of the norms moves.
+    norms above the threshold that are not spikes; there are such norms if the level of the norms moves.
 
     Args:
       suggestion: what `optaxclip.tuning.suggest` returned.
@@ -112,29 +114,29 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
       >>> print(ax.get_legend_handles_labels()[1][1:])
       ['ordinary (498)', 'spikes (2)']
     """
-    instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
+    check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
     axes = new_axes(ax)
     norms = suggestion.norms
     spikes, counted = suggestion.is_spike, suggestion.counted
-    above = norms > suggestion.limit
+    above = norms > suggestion.threshold
     parts = (
         ("ordinary", counted & ~spikes & ~above, {"color": "0.7"}),
-        ("above the limit, no spikes", counted & ~spikes & above, {"color": PALE_ORANGE}),
+        ("above the threshold, no spikes", counted & ~spikes & above, {"color": PALE_ORANGE}),
         ("spikes", spikes, {"color": ORANGE, "hatch": "////", "edgecolor": "white"}),
     )
-    bars_of_norms(axes, norms, edges_of_bars(norms[counted], suggestion.limit), parts)
-    line_of_limit(axes, suggestion.limit, _label(suggestion))
+    draw_bars(axes, norms, bin_edges(norms[counted], suggestion.threshold), parts)
+    draw_threshold(axes, suggestion.threshold, _label(suggestion))
     after = " after the warm-up" if suggestion.warmup_steps else ""
     axes.set_ylabel(f"number of steps{after}")
-    return finished(axes, "gradient norm", legend=ax is None)
+    return finish_axes(axes, "gradient norm", legend=ax is None)
 
 
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
-    """Draws the final loss for each limit, at the best learning rate, with a dot for each seed.
+    """Draws the final loss for each threshold, at the best learning rate, with a dot for each seed.
 
     Crosses at the top are diverged runs: at the end their loss was not finite, or above its first
     value. A bar is the noise within which a loss counts as equal to the best loss, the dotted line:
-    the suggested limit is the largest whose bar reaches down to it.
+    the suggested threshold is the largest whose bar reaches down to it.
 
     Args:
       result: what `optaxclip.tuning.sweep` returned.
@@ -146,26 +148,26 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from optaxclip import ops, plots, tuning
-      >>> def step(x, batch, limit):
+      >>> def step(x, batch, threshold):
       ...     loss, grad = jax.value_and_grad(lambda x: (x - batch) ** 2)(x)
-      ...     grad, norm = ops.clip_by_global_norm(grad, limit)
+      ...     grad, norm = ops.clip_by_global_norm(grad, threshold)
       ...     return x - 1.1 * grad, loss, norm
       >>> key, data = jax.random.key(0), jnp.full(20, 9.0)
       >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=key, data=data)
       >>> ax = plots.sweep_curve(result)
       >>> print(ax.get_legend_handles_labels()[1][1:3])
-      ['the best loss', 'suggested limit 0.01']
+      ['the best loss', 'suggested threshold 0.01']
     """
-    instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
+    check_instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
     axes = new_axes(ax)
-    final, diverged = result.by_limit(result.final_loss), result.by_limit(result.diverged)
+    final, diverged = result.by_threshold(result.final_loss), result.by_threshold(result.diverged)
     losses = np.where(diverged, np.nan, final)
     axes.set_xscale("log")
-    every = np.broadcast_to(result.limits[:, None], losses.shape)
+    every = np.broadcast_to(result.thresholds[:, None], losses.shape)
     counts = np.maximum(np.sum(~diverged, axis=1), 1)
     means = np.where(diverged.all(axis=1), np.nan, np.nansum(losses, axis=1) / counts)
     label = "final loss" if losses.shape[1] == 1 else "final loss, mean of the seeds"
-    axes.plot(result.limits, means, "o-", color="0.35", linewidth=1.4, label=label)
+    axes.plot(result.thresholds, means, "o-", color="0.35", linewidth=1.4, label=label)
     if losses.shape[1] > 1:
         axes.plot(every.ravel(), losses.ravel(), ".", color="0.35", markersize=4, label="_")
     is_finite = np.isfinite(final.mean(axis=1))
@@ -173,38 +175,36 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
         noises = np.stack([result.noises[is_finite], np.zeros(is_finite.sum())])
         look = {"fmt": "none", "ecolor": BLUE, "elinewidth": 1.2, "capsize": 4}
         label = "noise: as good as the best if it reaches that line"
-        axes.errorbar(result.limits[is_finite], means[is_finite], noises, label=label, **look)
+        axes.errorbar(result.thresholds[is_finite], means[is_finite], noises, label=label, **look)
         best = means[is_finite].min()
         axes.axhline(best, color=BLUE, linewidth=0.8, linestyle=":", label="the best loss")
-    if np.isfinite(result.limit):
-        label = f"suggested limit {result.limit:.3g}"
-        axes.axvline(result.limit, color=BLUE, linestyle="--", linewidth=1.6, label=label)
+    if np.isfinite(result.threshold):
+        label = f"suggested threshold {result.threshold:.3g}"
+        axes.axvline(result.threshold, color=BLUE, linestyle="--", linewidth=1.6, label=label)
     if diverged.any():
         label = "diverged: not finite, or above the first loss"
-        crosses_at_the_top(axes, every[diverged], label=label)
+        mark_off_scale(axes, every[diverged], label=label)
     if result.diverged.all():
         axes.set_yticks([])
     axes.set_ylabel("final loss")
-    return finished(axes, "limit", legend=ax is None)
+    return finish_axes(axes, "threshold", legend=ax is None)
 
 
 def _label(suggestion: Suggestion) -> str:
-    """The label of a suggestion's limit, by its verdict."""
-    return (
-        f"{suggestion.words.line}limit {suggestion.limit:g}, clips {suggestion.share_clipped:.1%}"
-    )
+    """The label of a suggestion's threshold, by its verdict."""
+    return f"{suggestion.words.line}threshold {suggestion.threshold:g}, clips {suggestion.share_clipped:.1%}"
 
 
-def edges_of_bars(norms: Numbers, limit: float) -> Numbers:
-    """The edges of equally wide bins. The limit is an edge, so no bin lies on both sides of it."""
-    low, high = np.log(norms.min() / limit), np.log(norms.max() / limit)
+def bin_edges(norms: Numbers, threshold: float) -> Numbers:
+    """The edges of equally wide bins. The threshold is an edge, so no bin lies on both sides of it."""
+    low, high = np.log(norms.min() / threshold), np.log(norms.max() / threshold)
     width = (high - low) / BINS or 0.1
-    # A norm equal to its limit is not above it.
+    # A norm equal to its threshold is not above it.
     bins = np.arange(np.floor(low / width - 1e-6), np.ceil(high / width) + 1)
-    return limit * np.exp(bins * width) * (1 + 1e-9)
+    return threshold * np.exp(bins * width) * (1 + 1e-9)
 
 
-def bars_of_norms(
+def draw_bars(
     ax: "Axes", norms: Numbers, edges: Numbers, parts: Iterable[tuple[str, Numbers, dict[str, Any]]]
 ) -> None:
     """How many norms of each part are in each bin, as bars on top of each other.
@@ -224,9 +224,9 @@ def bars_of_norms(
     ax.set_ylim(0.6, 1.5 * max(below.max(), 1))  # so that even a single norm is visible
 
 
-def line_of_limit(ax: "Axes", limit: float, label: str) -> None:
-    """Draws a limit as a line across the horizontal axis of norms."""
-    ax.axvline(limit, color=BLUE, linestyle="--", linewidth=1.6, label=label)
+def draw_threshold(ax: "Axes", threshold: float, label: str) -> None:
+    """Draws a threshold as a line across the horizontal axis of norms."""
+    ax.axvline(threshold, color=BLUE, linestyle="--", linewidth=1.6, label=label)
 
 
 def _mark_above(
@@ -235,5 +235,5 @@ def _mark_above(
     y: np.ndarray[Any, Any],
     above: np.ndarray[Any, np.dtype[np.bool_]],
 ) -> None:
-    label = f"above the limit ({np.sum(above)})"
+    label = f"above the threshold ({np.sum(above)})"
     ax.plot(x[above], y[above], "^", color=ORANGE, markersize=4, zorder=3, label=label)
