@@ -21,8 +21,9 @@ import numpy as np
 import optax
 from scipy.signal import lfilter
 
+import optaxclip.tuning.doubts as doubts
+import optaxclip.tuning.spread as spread
 from optaxclip import monitor, tuning
-from optaxclip.tuning import doubts, spread
 
 Rng, Floats = np.random.Generator, np.ndarray
 Logs = Callable[[Rng, int], Floats]

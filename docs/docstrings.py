@@ -8,7 +8,7 @@ from typing import Any
 
 import griffe
 
-from optaxclip._base.docstrings import add_default_sections, parse_sections
+from optaxclip._base.validation import add_default_sections, parse_sections
 
 OPTIONS = "\n  **options: "
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):$", re.MULTILINE)

@@ -29,27 +29,40 @@ from optaxclip._engine.options import (
     ShardingOptions,
     TransformOptions,
 )
-from optaxclip.methods.adaptive import adagc, clip_by_ema_norm, clip_by_quantile, zclip
-from optaxclip.methods.attention import clip_attention_logits
-from optaxclip.methods.by_value import ClipByValueState, clip, clip_by_value
-from optaxclip.methods.fixed import (
+from optaxclip.per_example._aggregate import per_example_clip_and_aggregate
+from optaxclip.per_example._clip_sum import (
+    per_example_global_norm_clip,
+    per_example_layer_norm_clip,
+)
+from optaxclip.transforms.adaptive import (
+    adagc,
+    autoclip,
+    clip_by_ema_norm,
+    clip_by_median_norm,
+    clip_by_quantile,
+    clip_by_window_norm,
+    zclip,
+)
+from optaxclip.transforms.attention import Heads, clip_attention_logits
+from optaxclip.transforms.elementwise import ClipByValueState, clip, clip_by_value
+from optaxclip.transforms.loss_scale import LossScaleState, scale_loss
+from optaxclip.transforms.norm_clips import (
     adaptive_grad_clip,
+    clip_by_block_rms,
     clip_by_global_norm,
     clip_by_group_norm,
     clip_by_norm,
+    normalize_by_global_norm,
+    normalize_by_norm_history,
 )
-from optaxclip.methods.heads import Heads
-from optaxclip.methods.loss_scaling import LossScaleState, scale_loss
-from optaxclip.methods.normalizing import normalize_by_global_norm, normalize_by_norm_history
-from optaxclip.methods.skipping import SkipState
-from optaxclip.methods.skips import skip_above, skip_nonfinite
-from optaxclip.methods.spectral import clip_by_spectral_norm
-from optaxclip.methods.spikes import SecondMomentState, clip_by_moving_max, clip_by_second_moment
-from optaxclip.methods.stable_adam import StableAdamState, scale_by_stable_adam
-from optaxclip.methods.updates import clip_by_block_rms
-from optaxclip.methods.windowed import autoclip, clip_by_median_norm, clip_by_window_norm
-from optaxclip.per_example.aggregate import per_example_clip_and_aggregate
-from optaxclip.per_example.sums import per_example_global_norm_clip, per_example_layer_norm_clip
+from optaxclip.transforms.second_moment import (
+    SecondMomentState,
+    clip_by_moving_max,
+    clip_by_second_moment,
+)
+from optaxclip.transforms.skip import SkipState, skip_above, skip_nonfinite
+from optaxclip.transforms.spectral import clip_by_spectral_norm
+from optaxclip.transforms.stable_adam import StableAdamState, scale_by_stable_adam
 
 __version__ = "0.1.0"
 

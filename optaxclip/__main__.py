@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
+import optaxclip.commands.suggest as suggest
 from optaxclip import __version__
-from optaxclip._base.extras import install_command
-from optaxclip.commands import suggest
+from optaxclip._base.optional_imports import install_command
 
 
 class _Parser(argparse.ArgumentParser):

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import checkify
 
-from optaxclip._base.arguments import check_choice
 from optaxclip._base.types import NonFinite
+from optaxclip._base.validation import check_choice
 
 
 def check_policy(policy: str) -> NonFinite:

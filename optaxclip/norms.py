@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optaxclip._base.arguments import check_called, did_you_mean, short_repr, validate_call
 from optaxclip._base.numerics import is_real, safe_sqrt
+from optaxclip._base.validation import check_called, did_you_mean, short_repr, validate_call
 
 
 def _abs_square(x: Array) -> Array:

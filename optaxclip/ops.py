@@ -18,18 +18,18 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-import optaxclip._border.devices as devices
-import optaxclip.methods.elementwise as elementwise
+import optaxclip._backend.memory as memory
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import has_float_arrays, normalize_axis_names, short_repr
+import optaxclip.transforms.elementwise as elementwise
+from optaxclip._backend.cotangent import CotangentFn, forbid_vmap, transform_cotangent
 from optaxclip._base.trees import broadcast_prefix, flatten, get_stored_values, replace_values
 from optaxclip._base.types import ArrayLike, AxisName, ClipInfo, NonFinite, PyTree, Thresholds
-from optaxclip._border.cotangents import CotangentFn, forbid_vmap, transform_cotangent
+from optaxclip._base.validation import has_float_arrays, normalize_axis_names, short_repr
 from optaxclip._engine.clip import clip_tree, group_norms
 from optaxclip.nonfinite import check_policy
 from optaxclip.norms import Norm, average_l2
-from optaxclip.thresholds.checks import check_threshold_value
-from optaxclip.thresholds.fixed import fixed
+from optaxclip.thresholds.constant import fixed
+from optaxclip.thresholds.rule import check_threshold_value
 
 
 def global_norm(
@@ -94,10 +94,10 @@ def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: Array
     low = elementwise.check_bound(clip_value_min, "clip_value_min")
     high = elementwise.check_bound(clip_value_max, "clip_value_max")
     are_integers = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in (low, high))
-    homes, integers = devices.memory_spaces(tree), "measure" if are_integers else "error"
-    flat = flatten(devices.put_on_device(tree), "tree", integer_policy=integers)
+    homes, integers = memory.memory_spaces(tree), "measure" if are_integers else "error"
+    flat = flatten(memory.put_on_device(tree), "tree", integer_policy=integers)
     clamped = elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
-    return _restore_types(devices.put_leaves(clamped, homes), tree)
+    return _restore_types(memory.put_leaves(clamped, homes), tree)
 
 
 def clip_by_norm(

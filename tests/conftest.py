@@ -13,7 +13,7 @@ import chex
 import jax
 import pytest
 
-import optaxclip._border.gpu as gpu
+import optaxclip._backend.gpu as gpu
 
 # Compiling is most of what tests do. In the older way to compile loops, in one thread, and with
 # hardly any optimization it takes a quarter of the time. Tests of what rounding and memory come to

@@ -8,8 +8,8 @@ import pytest
 from public_names import GIVEN, public
 
 from optaxclip import ThresholdRule
-from optaxclip.monitor.noise import NoiseSums
-from optaxclip.per_example.aggregate import PerExampleState
+from optaxclip.monitor._noise_scale import NoiseSums
+from optaxclip.per_example._aggregate import PerExampleState
 
 OTHER = {
     "axes": 0,

@@ -15,7 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import jax
 from jax.experimental import topologies
 
-import optaxclip._border.gpu as gpu
+import optaxclip._backend.gpu as gpu
 
 # Of the GPUs below; the border asks those that are there.
 gpu.has_fast_float64 = lambda: True

@@ -9,7 +9,7 @@ import jax
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.states import StaticNames, register_state
+from optaxclip._base.state import StaticNames, register_state
 
 if sys.version_info >= (3, 12):
     from typing import TypeAliasType

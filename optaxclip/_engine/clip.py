@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._border.devices as devices
-from optaxclip._base.grouping import warn_if_many_norms
+import optaxclip._backend.memory as memory
+import optaxclip._backend.meshes as meshes
+from optaxclip._backend.global_view import Transformation, stateless, transformation
+from optaxclip._backend.leaf_shardings import LeafShardings, apply_scope
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._base.states import check_state, copy_arrays
-from optaxclip._base.trees import FlatTree, flatten
+from optaxclip._base.state import check_state, copy_arrays
+from optaxclip._base.trees import FlatTree, flatten, warn_if_many_norms
 from optaxclip._base.types import (
     ArrayLike,
     AxisName,
@@ -35,8 +37,6 @@ from optaxclip._base.types import (
     ThresholdRule,
     Thresholds,
 )
-from optaxclip._border.crossing import Transformation, stateless, transformation
-from optaxclip._border.placement import LeafShardings, apply_scope
 from optaxclip._engine.options import ClipOptions, Options, clip_factory
 from optaxclip._engine.plan import Plan, make_plan
 from optaxclip._engine.record import initial_info
@@ -44,8 +44,7 @@ from optaxclip._engine.step import NORM_CLIP, ClipMethod, compute_norms, run_cli
 from optaxclip.norms import Norm
 from optaxclip.responses import Response
 from optaxclip.scopes.leaves import Scope, resolve_scope
-from optaxclip.thresholds.checks import check_threshold_value
-from optaxclip.thresholds.fixed import (
+from optaxclip.thresholds.constant import (
     ThresholdLike,
     check_threshold,
     evaluate_schedules,
@@ -53,6 +52,7 @@ from optaxclip.thresholds.fixed import (
     resolve_rule,
     stateless_rule_state,
 )
+from optaxclip.thresholds.rule import check_threshold_value
 
 
 @clip_factory(ClipOptions, once="clip_tree(grads, 1.0, scope=scopes.tree())")
@@ -178,8 +178,8 @@ def check_known_norm(norm: Any, argument: str, options: Options) -> Array:
     It may be negative or NaN.
     """
     given = jnp.asarray(check_threshold_value(norm, argument, allow_any_number=True))
-    shared = devices.norm_axes(options.axis_names)
-    devices.check_replicated(given, shared, f"{options.name}: {argument}")
+    shared = meshes.norm_axes(options.axis_names)
+    meshes.check_replicated(given, shared, f"{options.name}: {argument}")
     return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)
 
 
@@ -229,7 +229,7 @@ def clip_tree(
       >>> print(tree[0], info.norm)
       [0.6 0.8] 5.0
     """
-    (tree, params), back = devices.move_to_device_memory(tree, params)
+    (tree, params), back = memory.move_to_device_memory(tree, params)
     flat = flatten(tree, "tree")
     options = Options.create(
         norm=norm,
@@ -265,7 +265,7 @@ def group_norms(
     specs: PyTree = None,
 ) -> NormTree:
     """The norm of every group of a tree, float32 or wider, without clipping."""
-    flat = flatten(devices.put_on_device(tree), "tree")
+    flat = flatten(memory.put_on_device(tree), "tree")
     options = Options.create(norm=norm, axis_name=axis_name, specs=specs, name="group_norms")
     return scope_norms(scope, flat, options)
 

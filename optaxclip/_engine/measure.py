@@ -21,7 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._border.leaf_sums as leaf_sums
+import optaxclip._backend.reductions as reductions
+from optaxclip._backend.elementwise import (
+    any_over_axes,
+    dense_values,
+    scale_by_real,
+    select_keep_subnormals,
+)
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     cast_elements,
@@ -37,12 +43,6 @@ from optaxclip._base.numerics import (
     static_size_or_none,
 )
 from optaxclip._base.trees import get_stored_values, replace_values
-from optaxclip._border.entries import (
-    any_over_axes,
-    dense_values,
-    scale_by_real,
-    select_keep_subnormals,
-)
 from optaxclip._engine.plan import Plan
 from optaxclip.norms import Norm
 
@@ -220,8 +220,8 @@ class _NormFn(NamedTuple):
         ):
             return self.compute_in_own_dtype(leaves)
         in_one_piece = self.plan.placement.is_unsharded
-        whole = leaf_sums.is_full_local_reduction(leaves, self.axes, in_one_piece=in_one_piece)
-        way = leaf_sums.dispatch_reduction(
+        whole = reductions.is_full_local_reduction(leaves, self.axes, in_one_piece=in_one_piece)
+        way = reductions.dispatch_reduction(
             in_float64=self.compute_in_float64, at_scales=self.compute_in_own_dtype, whole=whole
         )
         return way(leaves)
@@ -254,7 +254,7 @@ class _NormFn(NamedTuple):
         """The norms from sums at several scales."""
         in_one_piece = self.plan.placement.is_unsharded
         found = [
-            leaf_sums.compute_scaled_sums(
+            reductions.compute_scaled_sums(
                 x, axes=axes, norm=self.norm, dtype=self.dtype, in_one_piece=in_one_piece
             )
             for x, axes in zip(leaves, self.axes, strict=True)
@@ -285,7 +285,7 @@ class _NormFn(NamedTuple):
         # Half of it: the modulus of a finite complex entry may be infinite, half of that is finite.
         unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 1.0
         bits = [
-            (leaf_sums.max_abs_bits(x, by=1 / unit, axes=axes, dtype=self.dtype),)
+            (reductions.max_abs_bits(x, by=1 / unit, axes=axes, dtype=self.dtype),)
             for x, axes in zip(leaves, self.axes, strict=True)
         ]
         (found,) = self.plan.reduce_groups(bits, use_max=True)
@@ -309,7 +309,7 @@ class _NormFn(NamedTuple):
         )
 
 
-def select_in_range(found: leaf_sums.ScaledSums) -> tuple[Array, Array]:
+def select_in_range(found: reductions.ScaledSums) -> tuple[Array, Array]:
     """For each group, the sum at a scale at which it neither overflowed nor lost small summands.
 
     With it come the powers of two by which to multiply the norms that are computed from the sums.
@@ -318,12 +318,12 @@ def select_in_range(found: leaf_sums.ScaledSums) -> tuple[Array, Array]:
     if not others:
         return plain, jnp.ones_like(plain)
     down, *up = others
-    info, scale = jnp.finfo(plain.dtype), leaf_sums.scale_step(plain.dtype)
+    info, scale = jnp.finfo(plain.dtype), reductions.scale_step(plain.dtype)
     is_high = ~(plain <= info.max)
     total = select(is_high, down, plain)
     unit = select(is_high, scale, jnp.ones_like(plain))
     if up:
-        is_low = (plain < leaf_sums.underflow_bound(plain.dtype)) & (up[0] > 0)
+        is_low = (plain < reductions.underflow_bound(plain.dtype)) & (up[0] > 0)
         total, unit = select(is_low, up[0], total), select(is_low, 1 / scale, unit)
     return total, unit
 

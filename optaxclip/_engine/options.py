@@ -10,7 +10,11 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.arguments import (
+from optaxclip._backend.leaf_shardings import ShardingHints
+from optaxclip._base.numerics import is_real
+from optaxclip._base.types import AxisName, NonFinite, PyTree
+from optaxclip._base.validation import (
+    add_default_sections,
     check_bool,
     check_keywords,
     check_name,
@@ -19,10 +23,6 @@ from optaxclip._base.arguments import (
     normalize_axis_names,
     short_repr,
 )
-from optaxclip._base.docstrings import add_default_sections
-from optaxclip._base.numerics import is_real
-from optaxclip._base.types import AxisName, NonFinite, PyTree
-from optaxclip._border.placement import ShardingHints
 from optaxclip.nonfinite import check_policy
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response, as_response

@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._border.devices as devices
-from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.states import StaticNames
-from optaxclip._base.trees import FlatTree, align_params
+import optaxclip._backend.meshes as meshes
+from optaxclip._backend.leaf_shardings import LeafShardings, apply_scope, infer_shardings
+from optaxclip._backend.packing import arrange_by_layout, ravel_and_concatenate, split_and_reshape
+from optaxclip._backend.reductions import ScaledSums
+from optaxclip._base.state import StaticNames
+from optaxclip._base.trees import FlatTree, Group, Grouping, align_params
 from optaxclip._base.types import NormTree, PyTree
-from optaxclip._border.leaf_sums import ScaledSums
-from optaxclip._border.packing import arrange_by_layout, ravel_and_concatenate, split_and_reshape
-from optaxclip._border.placement import LeafShardings, apply_scope, infer_shardings
 from optaxclip._engine.options import Options
 from optaxclip.scopes import Scope
 
@@ -99,7 +98,7 @@ class Plan:
                 return parts[group.leaf_indices[0]][k]
             # One operation, because XLA (JAX 0.10.2) repeats a chain of additions for each use of
             # its result.
-            members = devices.stack([parts[i][k] for i in group.leaf_indices])
+            members = meshes.stack([parts[i][k] for i in group.leaf_indices])
             if use_max:
                 return lax.reduce_max(members, [0])
             return add(members) if add else lax.reduce_sum(members, [0])

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._border.leaf_sums as leaf_sums
+import optaxclip._backend.reductions as reductions
+from optaxclip._backend.elementwise import pair_values, scale_by_real
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     divide_no_nan,
@@ -29,7 +30,6 @@ from optaxclip._base.numerics import (
     select,
     split_complex,
 )
-from optaxclip._border.entries import pair_values, scale_by_real
 from optaxclip._engine.measure import ScaledNorms, select_in_range
 from optaxclip._engine.plan import Plan
 from optaxclip.norms import l2
@@ -128,10 +128,10 @@ def _compute_scaled(
     """The products from sums at several scales."""
     norm, of_others = known
 
-    def local(pairs: _Pairs) -> leaf_sums.ScaledSums:
+    def local(pairs: _Pairs) -> reductions.ScaledSums:
         in_one_piece = plan.placement.is_unsharded
         sums = [
-            leaf_sums.sum_products(x, y, axes=over, in_one_piece=in_one_piece)
+            reductions.sum_products(x, y, axes=over, in_one_piece=in_one_piece)
             for (x, y), over in zip(pairs, axes, strict=True)
         ]
         return plan.reduce_groups(sums)
@@ -142,21 +142,21 @@ def _compute_scaled(
     return InnerProducts(of_others, _cosine(sums, norm, of_others))
 
 
-def _sqrt(squares: leaf_sums.ScaledSums) -> Array:
+def _sqrt(squares: reductions.ScaledSums) -> Array:
     total, unit = select_in_range(squares)
     return ScaledNorms.from_value(safe_sqrt(total), unit).norm
 
 
-def _cosine(sums: leaf_sums.ScaledSums, norm: Array, of_others: Array) -> Array:
+def _cosine(sums: reductions.ScaledSums, norm: Array, of_others: Array) -> Array:
     """The cosine, from the sum at a scale at which no sum of these products leaves the range."""
     plain, down, up = sums
-    far, highest = leaf_sums.scale_step(plain.dtype), leaf_sums.overflow_bound(plain.dtype)
+    far, highest = reductions.scale_step(plain.dtype), reductions.overflow_bound(plain.dtype)
     bound = safe_sqrt(norm) * safe_sqrt(of_others)
     is_finite = jnp.isfinite(bound)
     is_high = bound > highest**0.5
     # A norm that is too large to be multiplied stands beside one that is as small as can be.
     is_scalable = lax.max(norm, of_others) < float(jnp.finfo(plain.dtype).max) / far
-    is_low = (bound < leaf_sums.underflow_bound(plain.dtype) ** 0.5) & is_scalable
+    is_low = (bound < reductions.underflow_bound(plain.dtype) ** 0.5) & is_scalable
     total = select(is_high, down, select(is_low, up, plain))
     bound = bound * select(is_high, 1 / far, select(is_low, far, jnp.ones_like(plain)))
     is_usable = is_finite & (bound > 0)
@@ -170,7 +170,7 @@ def _compute_unscaled(
 ) -> InnerProducts:
     """The products of trees with norms near 1, in steps that JAX can differentiate."""
 
-    def local(pairs: _Pairs) -> leaf_sums.ScaledSums:
+    def local(pairs: _Pairs) -> reductions.ScaledSums:
         with_axes = zip(pairs, axes, strict=True)
         return plan.reduce_groups([_plain_sums(x, y, axes=over) for (x, y), over in with_axes])
 
@@ -182,7 +182,7 @@ def _compute_unscaled(
 
 # A compiled function of its own, so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames="axes")
-def _plain_sums(x: Array, y: Array, *, axes: tuple[int, ...]) -> leaf_sums.ScaledSums:
+def _plain_sums(x: Array, y: Array, *, axes: tuple[int, ...]) -> reductions.ScaledSums:
     parts = zip(split_complex(x), split_complex(y), strict=False)
     summands = (sum(u * v for u, v in parts), l2.map(y))
     return tuple(jnp.sum(each, axes) for each in summands)

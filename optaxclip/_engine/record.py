@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._border.devices as devices
-from optaxclip._base.grouping import Grouping
+import optaxclip._backend.meshes as meshes
 from optaxclip._base.numerics import saturating_cast
-from optaxclip._base.states import StaticNames, safe_increment
+from optaxclip._base.state import StaticNames, safe_increment
+from optaxclip._base.trees import Grouping
 from optaxclip._base.types import ClipInfo
 from optaxclip._engine.plan import Plan
 
@@ -87,7 +87,7 @@ def update_info(
         num_clipped=safe_increment(old.num_clipped, row.clipped > 0),
         num_nonfinite=safe_increment(old.num_nonfinite, row.nonfinite > 0),
     )
-    return devices.reuse_buffers(old, new)
+    return meshes.reuse_buffers(old, new)
 
 
 def _worst_of_each_leaf(plan: Plan, row: _Row) -> _Row:
@@ -96,7 +96,7 @@ def _worst_of_each_leaf(plan: Plan, row: _Row) -> _Row:
     # The barrier makes XLA (JAX 0.10.2) store the row; without it, XLA computes it again for each
     # reduction.
     leaves, structure = jax.tree.flatten(row)
-    stored = lax.optimization_barrier(devices.stack(leaves))
+    stored = lax.optimization_barrier(meshes.stack(leaves))
     found, start = [], 0
     # All leaves of one shape share a reduction, so that few reductions are compiled.
     for shape, alike in itertools.groupby(plan.stored_groups, key=lambda group: group.shape):

@@ -13,6 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from optaxclip._backend.elementwise import (
+    map_stored_values,
+    scale_and_round,
+    select_keep_subnormals,
+)
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -25,7 +30,6 @@ from optaxclip._base.numerics import (
     reciprocal_pow2,
     select,
 )
-from optaxclip._border.entries import map_stored_values, scale_and_round, select_keep_subnormals
 
 
 def scale(

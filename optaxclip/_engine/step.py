@@ -11,21 +11,21 @@ import chex
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._border.devices as devices
+import optaxclip._backend.meshes as meshes
 import optaxclip.nonfinite as policies
-from optaxclip._base.states import safe_increment
+from optaxclip._backend.elementwise import as_arrays
+from optaxclip._backend.global_view import global_view
+from optaxclip._base.state import safe_increment
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import ClipState, NormTree, PyTree, ThresholdRule
-from optaxclip._border.crossing import global_view
-from optaxclip._border.entries import as_arrays
 from optaxclip._engine.measure import ScaledNorms, mask_nonfinite, measure, relative_error
+from optaxclip._engine.multiplier import Multiplier, compute_multiplier
 from optaxclip._engine.options import Options
 from optaxclip._engine.plan import Plan, get_param_leaves
 from optaxclip._engine.record import update_info
-from optaxclip._engine.respond import Multiplier, compute_multiplier
 from optaxclip._engine.scale import scale
 from optaxclip.norms import Norm
-from optaxclip.thresholds.calling import params_if_needed, update_rule
+from optaxclip.thresholds.rule import params_if_needed, update_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _clip_step(
     )
     chex.assert_shape(list(by), plan.shape)
     # Stacked, so that one operation cuts a leaf's part out of one array.
-    columns = devices.stack(technique.leaf_operands(by, thresholds.trigger.astype(by.ratio.dtype)))
+    columns = meshes.stack(technique.leaf_operands(by, thresholds.trigger.astype(by.ratio.dtype)))
     parts = map(plan.placement.replicate, plan.slice_for_leaves(columns, leaves))
     scaled = [
         technique.apply(leaf, part, axes, options)

@@ -2,6 +2,6 @@
 
 from optaxclip.accumulate.gradients import ValueAndGrad as ValueAndGrad
 from optaxclip.accumulate.gradients import value_and_grad as value_and_grad
-from optaxclip.accumulate.judging import AccumulateState as AccumulateState
-from optaxclip.accumulate.means import Accumulated as Accumulated
-from optaxclip.monitor.noise import NoiseSums as NoiseSums
+from optaxclip.accumulate.loop import Accumulated as Accumulated
+from optaxclip.accumulate.rejection import AccumulateState as AccumulateState
+from optaxclip.monitor._noise_scale import NoiseSums as NoiseSums

@@ -8,21 +8,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import optaxclip._border.devices as devices
-from optaxclip._base.arguments import check_bool, check_int, normalize_axis_names, validate_call
-from optaxclip._base.states import check_state
+import optaxclip._backend.meshes as meshes
+from optaxclip._base.state import check_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, ThresholdRule
-from optaxclip._batches.cutting import MicrobatchSplit, get_batch_size
-from optaxclip._batches.modules import flatten_params
-from optaxclip._batches.roles import LossArguments, check_argnums
-from optaxclip.accumulate.judging import NAME, AccumulateState, MicrobatchProcessor, is_stateful
-from optaxclip.accumulate.loop import scan_microbatches
-from optaxclip.accumulate.losses import MicrobatchLoss
-from optaxclip.accumulate.means import Accumulated
-from optaxclip.accumulate.places import DataSharding
-from optaxclip.monitor.noise import NoiseSums, nan_like, where_or_nan
-from optaxclip.thresholds.fixed import ScalarOrSchedule
+from optaxclip._base.validation import check_bool, check_int, normalize_axis_names, validate_call
+from optaxclip._loss_arguments import (
+    LossArguments,
+    MicrobatchSplit,
+    check_argnums,
+    flatten_params,
+    get_batch_size,
+)
+from optaxclip.accumulate.loop import Accumulated, scan_microbatches
+from optaxclip.accumulate.loss import DataSharding, MicrobatchLoss
+from optaxclip.accumulate.rejection import NAME, AccumulateState, MicrobatchProcessor, is_stateful
+from optaxclip.monitor._noise_scale import NoiseSums, nan_like, where_or_nan
+from optaxclip.thresholds.constant import ScalarOrSchedule
 
 
 @validate_call(
@@ -198,7 +200,7 @@ class ValueAndGrad:
             raise ValueError("the batch has no examples, so it has no gradient; pass at least one")
         number, rest = divmod(examples, self._size)
         if rest:
-            part = " that a device has" if devices.manual_axes() else ""
+            part = " that a device has" if meshes.manual_axes() else ""
             fits = max(n for n in range(1, self._size + 1) if examples % n == 0)
             raise ValueError(
                 f"microbatch_size must divide the batch{part}, got {self._size} for {examples} "

@@ -7,7 +7,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-from optaxclip._base.extras import install_command
+from optaxclip._base.optional_imports import install_command
 from optaxclip.tuning import Suggestion, suggest
 from optaxclip.tuning.files import parse_norms
 from optaxclip.tuning.suggesting import suggested

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip._base.arguments import short_repr
+from optaxclip._base.validation import short_repr
 from optaxclip.monitor import Histogram
 from optaxclip.plots.groups import MAX_LABELS
 from optaxclip.plots.style import COLORS, STYLES, check_instance, finish_axes, new_axes

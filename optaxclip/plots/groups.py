@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from optaxclip._base.arguments import did_you_mean, short_repr
 from optaxclip._base.host import ArrayLike
+from optaxclip._base.validation import did_you_mean, short_repr
 from optaxclip.plots.style import finish_axes, new_axes, plain_ticks, require_matplotlib
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optaxclip._base.arguments import short_repr
 from optaxclip._base.host import ArrayLike
 from optaxclip._base.numerics import is_real
+from optaxclip._base.validation import short_repr
 from optaxclip.plots.style import (
     curve,
     finish_axes,

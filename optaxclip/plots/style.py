@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optaxclip._base.arguments import short_repr
-from optaxclip._base.extras import install_command
 from optaxclip._base.host import ArrayLike
+from optaxclip._base.optional_imports import install_command
+from optaxclip._base.validation import short_repr
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

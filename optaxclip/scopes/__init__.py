@@ -14,15 +14,15 @@ of each group, and the axes of each leaf over which norms are taken.
   `muon()`       | all leaves that `optax.contrib.muon` trains by Muon; a second for all others
 """
 
-from optaxclip._base.grouping import Group as Group
-from optaxclip._base.grouping import Grouping as Grouping
 from optaxclip._base.trees import FlatTree as FlatTree
+from optaxclip._base.trees import Group as Group
+from optaxclip._base.trees import Grouping as Grouping
 from optaxclip.scopes.leaves import Scope as Scope
 from optaxclip.scopes.leaves import group as group
 from optaxclip.scopes.leaves import leaf as leaf
 from optaxclip.scopes.leaves import tree as tree
-from optaxclip.scopes.optimizers import muon as muon
-from optaxclip.scopes.optimizers import muon_labels as muon_labels
 from optaxclip.scopes.slices import axes as axes
 from optaxclip.scopes.slices import ensemble_member as ensemble_member
+from optaxclip.scopes.slices import muon as muon
+from optaxclip.scopes.slices import muon_labels as muon_labels
 from optaxclip.scopes.slices import unit as unit

@@ -25,18 +25,18 @@ for any scope, because the norms come in one array whatever the groups are:
 `adaptive` makes a rule from another statistic, and `given` makes one from thresholds that you have.
 """
 
-from optaxclip.thresholds.base import AdaptiveState as AdaptiveState
-from optaxclip.thresholds.base import adaptive as adaptive
+from optaxclip.thresholds.adaptive import AdaptiveState as AdaptiveState
+from optaxclip.thresholds.adaptive import adaptive as adaptive
+from optaxclip.thresholds.averages import ema as ema
+from optaxclip.thresholds.averages import mean_over_rms as mean_over_rms
+from optaxclip.thresholds.averages import zscore as zscore
+from optaxclip.thresholds.constant import constant as constant
+from optaxclip.thresholds.constant import fixed as fixed
+from optaxclip.thresholds.constant import relative_to_params as relative_to_params
+from optaxclip.thresholds.constant import schedule as schedule
 from optaxclip.thresholds.feedback import adagc as adagc
 from optaxclip.thresholds.feedback import log_tracker as log_tracker
 from optaxclip.thresholds.feedback import quantile as quantile
-from optaxclip.thresholds.fixed import constant as constant
-from optaxclip.thresholds.fixed import fixed as fixed
-from optaxclip.thresholds.fixed import relative_to_params as relative_to_params
-from optaxclip.thresholds.fixed import schedule as schedule
-from optaxclip.thresholds.history import median as median
-from optaxclip.thresholds.history import percentile as percentile
-from optaxclip.thresholds.history import window as window
-from optaxclip.thresholds.moving import ema as ema
-from optaxclip.thresholds.moving import zscore as zscore
-from optaxclip.thresholds.normalizing import mean_over_rms as mean_over_rms
+from optaxclip.thresholds.window import median as median
+from optaxclip.thresholds.window import percentile as percentile
+from optaxclip.thresholds.window import window as window

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import check_bool
 from optaxclip._base.numerics import (
     combine_norms_factored,
     divide_by_pow2,
@@ -15,9 +14,10 @@ from optaxclip._base.numerics import (
     lerp,
     scale_by_exp,
 )
-from optaxclip._base.states import register_state
+from optaxclip._base.state import register_state
 from optaxclip._base.types import ArrayLike, ThresholdRule, Thresholds
-from optaxclip.thresholds.base import (
+from optaxclip._base.validation import check_bool
+from optaxclip.thresholds.adaptive import (
     DEFAULT_FLOOR,
     DEFAULT_PATIENCE,
     adaptive,
@@ -27,8 +27,8 @@ from optaxclip.thresholds.base import (
     rule_factory,
     signed_multiple,
 )
-from optaxclip.thresholds.checks import check_threshold_value
-from optaxclip.thresholds.moving import Moments, update_moments
+from optaxclip.thresholds.averages import Moments, update_moments
+from optaxclip.thresholds.rule import check_threshold_value
 
 
 @rule_factory

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optaxclip._base.extras import install_command
+from optaxclip._base.optional_imports import install_command
 from optaxclip.tuning.columns import Columns, Series
 
 START = b"brain.Event:"

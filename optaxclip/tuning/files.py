@@ -10,8 +10,8 @@ import numpy as np
 
 import optaxclip.tuning.events as events
 import optaxclip.tuning.texts as texts
-from optaxclip._base.arguments import did_you_mean
 from optaxclip._base.host import ArrayLike
+from optaxclip._base.validation import did_you_mean
 from optaxclip.tuning.columns import Columns, Series, Steps, chosen, listed, numeric_among
 from optaxclip.tuning.steps import ordered
 

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip.methods.adaptive import adagc, zclip
-from optaxclip.methods.windowed import autoclip, clip_by_window_norm
+from optaxclip.transforms.adaptive import adagc, autoclip, clip_by_window_norm, zclip
 from optaxclip.tuning.spread import Floats, Regime
 
 WINDOW = 100

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip._base.arguments import short_repr, validate_call, warn
 from optaxclip._base.host import ArrayLike
+from optaxclip._base.validation import short_repr, validate_call, warn
 from optaxclip.tuning.columns import Steps
 from optaxclip.tuning.doubts import Verdict, Words, judged_threshold, words
 from optaxclip.tuning.files import Column, read_norms

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import check_bool, check_int, short_repr, validate_call
 from optaxclip._base.host import ArrayLike
 from optaxclip._base.types import PyTree
+from optaxclip._base.validation import check_bool, check_int, short_repr, validate_call
 from optaxclip.tuning.replaying import UNCHOSEN, beside, replayed
 from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_groups
 

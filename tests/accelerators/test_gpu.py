@@ -7,7 +7,7 @@ import jax
 import pytest
 from cases import slow_unless
 
-from optaxclip._border import gpu
+import optaxclip._backend.gpu as gpu
 
 H100 = "h100"
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from optaxclip._engine.respond import Multiplier
+from optaxclip._engine.multiplier import Multiplier
 from optaxclip._engine.scale import scale
 
 

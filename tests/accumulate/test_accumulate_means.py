@@ -177,7 +177,9 @@ def test_leaves_without_a_gradient():
 
 @pytest.mark.slow
 @where_sums_are_fused
-@pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"reject_rule": None, "compute_norms": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"clip": 1.0}, {"reject_rule": None, "compute_norms": False}]
+)
 def test_memory_is_of_few_gradients_whatever_their_number(options):
     layers, width, size = 2, 256, 2
 
@@ -232,7 +234,10 @@ def test_a_mean_is_finite_where_the_sum_is_not(number, weight, w):
     @jax.jit
     def both(w, x):
         make = functools.partial(accumulate.value_and_grad, loss, microbatch_size=1)
-        judged, fast = make(weight=weight), make(weight=lambda x: 1, reject_rule=None, compute_norms=False)
+        judged, fast = (
+            make(weight=weight),
+            make(weight=lambda x: 1, reject_rule=None, compute_norms=False),
+        )
         _, grads, found = judged(w, x)
         return grads, fast(w, x)[1], found.rejected
 

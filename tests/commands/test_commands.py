@@ -6,9 +6,9 @@ import sys
 import pytest
 
 import optaxclip
+import optaxclip._base.optional_imports as optional_imports
+import optaxclip.commands.suggest as suggest
 from optaxclip.__main__ import main
-from optaxclip._base import extras
-from optaxclip.commands import suggest
 
 
 def test_main_without_command_prints_usage(capsys):
@@ -34,19 +34,19 @@ def test_main_names_missing_packages(capsys, monkeypatch):
     printed = capsys.readouterr()
     assert (stopped.value.code, printed.out) == (2, "")
     (line,) = printed.err.splitlines()
-    assert f"needs no_such_package: {extras.install_command(suggest.EXTRA)}" in line
+    assert f"needs no_such_package: {optional_imports.install_command(suggest.EXTRA)}" in line
 
 
 def test_remedy_installs_checkout(tmp_path, monkeypatch):
     """The index may not have the package, and the package need not be installed."""
-    monkeypatch.setattr(extras, "REPO_ROOT", tmp_path)
-    assert extras.install_command("plot") == 'pip install "optaxclip[plot]"'
+    monkeypatch.setattr(optional_imports, "REPO_ROOT", tmp_path)
+    assert optional_imports.install_command("plot") == 'pip install "optaxclip[plot]"'
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
-    assert extras.install_command("plot") == 'pip install "optaxclip[plot]"'
+    assert optional_imports.install_command("plot") == 'pip install "optaxclip[plot]"'
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "optaxclip"\n')
-    assert extras.install_command("plot") == f'pip install "{tmp_path}[plot]"'
+    assert optional_imports.install_command("plot") == f'pip install "{tmp_path}[plot]"'
     monkeypatch.chdir(tmp_path)
-    assert extras.install_command("plot") == 'pip install ".[plot]"'
+    assert optional_imports.install_command("plot") == 'pip install ".[plot]"'
 
 
 def test_main_is_quiet_after_interrupt(capsys, monkeypatch):

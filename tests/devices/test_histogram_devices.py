@@ -9,7 +9,7 @@ from compiling import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import optaxclip._border.entry_counts as entry_counts
+import optaxclip._backend.exponent_counts as exponent_counts
 from optaxclip import monitor, scopes
 
 SPECS = {"b": P(), "m": P(None, "x"), "s": P("y"), "w": P("x", "y")}
@@ -74,7 +74,7 @@ def test_inside_shard_map(is_tracked):
 
 @pytest.mark.parametrize("kind", ["explicit", "shard_map"])
 def test_a_few_entries_at_a_time(monkeypatch, kind):
-    monkeypatch.setattr(entry_counts, "CHUNK_SIZE", 20)
+    monkeypatch.setattr(exponent_counts, "CHUNK_SIZE", 20)
     tree = {"w": np.repeat(TREE["w"], 3, axis=0)[:, :22]}
     tx = monitor.histogram()
 

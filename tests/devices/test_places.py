@@ -10,9 +10,8 @@ from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.trees import flatten
-from optaxclip._border.placement import apply_scope, infer_shardings
+from optaxclip._backend.leaf_shardings import apply_scope, infer_shardings
+from optaxclip._base.trees import Group, Grouping, flatten
 from optaxclip._engine.options import Options
 
 # Of `x` each column has a norm, and `y` has one.

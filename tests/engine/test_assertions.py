@@ -10,9 +10,9 @@ import optaxclip._engine.measure as measuring
 import optaxclip._engine.record as record
 import optaxclip._engine.step as step
 import optaxclip.accumulate.loop as loop
-import optaxclip.per_example.aggregate as aggregate
-import optaxclip.per_example.lift as lift
-import optaxclip.per_example.sums as sums
+import optaxclip.per_example._aggregate as aggregate
+import optaxclip.per_example._batched_clip as batched_clip
+import optaxclip.per_example._clip_sum as clip_sum
 from optaxclip import accumulate, ops, per_example, scopes
 
 GRADS = {"a": jnp.ones((3, 2)), "b": jnp.ones(4)}
@@ -89,10 +89,10 @@ ENDS = {
     "ops, shapes": (ops, "clip_tree", lambda x: (jax.tree.map(longer, x[0]), x[1])),
     "ops, dtypes": (ops.devices, "moved", lambda tree: jax.tree.map(jnp.float16, tree)),
     "ops, norm": (ops, "group_norms", jnp.atleast_1d),
-    "sums, shapes": (lift, "weighted_sums", lambda leaves: [*map(longer, leaves)]),
-    "sums, dtypes": (lift, "weighted_sums", each_half),
-    "sums, groups": (sums.ExampleClip, "sums", lambda x: x._replace(norms=[x.norms])),
-    "sums, numbers": (sums.ExampleClip, "sums", lambda x: x._replace(num_dropped=x.norms)),
+    "sums, shapes": (batched_clip, "weighted_sums", lambda leaves: [*map(longer, leaves)]),
+    "sums, dtypes": (batched_clip, "weighted_sums", each_half),
+    "sums, groups": (clip_sum.ExampleClip, "sums", lambda x: x._replace(norms=[x.norms])),
+    "sums, numbers": (clip_sum.ExampleClip, "sums", lambda x: x._replace(num_dropped=x.norms)),
     "aggregate, shapes": (aggregate, "_divide_and_cast", lambda leaves: [*map(longer, leaves)]),
     "aggregate, dtypes": (aggregate, "_divide_and_cast", each_half),
     "accumulate, shapes": (loop, "scanned", lambda x: (([*map(longer, x[0][0])], x[0][1]), x[1])),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip._border.cpu import scale_bfloat16_bits
+from optaxclip._backend.cpu import scale_bfloat16_bits
 
 EVERY = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16)
 

@@ -10,9 +10,12 @@ from cases import NEEDS_JAX_0_10_2
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import optaxclip._backend.gpu as gpu
+import optaxclip._backend.memory as memory
+import optaxclip._backend.meshes as meshes_lib
+import optaxclip._backend.reductions as reductions
 from optaxclip import norms
-from optaxclip._border import devices, gpu, leaf_sums
-from optaxclip._border.crossing import MeshSharding
+from optaxclip._backend.global_view import MeshSharding
 from optaxclip._engine.options import Options, ShardingOptions, clip_factory
 
 # Shape, summed axes, whether no axis may be split, and the shape of the partial sums.
@@ -48,34 +51,38 @@ def test_partial_sums_of_columns(case):
 
 
 def test_scales_of_sums_of_products():
-    assert leaf_sums.overflow_bound(jnp.float32) == 2.0 ** (40 - 126 + 23 + 2 * 88)
-    assert leaf_sums.scale_step(jnp.float64) == 2.0**704
-    assert leaf_sums.overflow_bound(jnp.float64) == np.finfo(np.float64).max / 2.0**40
-    assert leaf_sums.prescale_factors(gpu.Norm("n", jnp.abs, jnp.add, degree=0), jnp.float32) == (
+    assert reductions.overflow_bound(jnp.float32) == 2.0 ** (40 - 126 + 23 + 2 * 88)
+    assert reductions.scale_step(jnp.float64) == 2.0**704
+    assert reductions.overflow_bound(jnp.float64) == np.finfo(np.float64).max / 2.0**40
+    assert reductions.prescale_factors(gpu.Norm("n", jnp.abs, jnp.add, degree=0), jnp.float32) == (
         1.0,
     )
 
 
 def test_the_names_in_specs():
     spec = P("a", None, ("b", "c"))
-    assert [devices.spec_names(x) for x in spec] == [("a",), (), ("b", "c")]
-    assert devices.spec_names(P.UNCONSTRAINED) == ()
-    assert devices.axes_of(spec) == {"a", "b", "c"}
-    assert devices.axes_of(P()) == frozenset()
-    assert devices.spec_of(spec) is spec
-    assert devices.spec_of(jnp.ones(2)) == P()
-    assert devices.spec_names(["b", "c"]) == ("b", "c")
+    assert [meshes_lib.spec_names(x) for x in spec] == [("a",), (), ("b", "c")]
+    assert meshes_lib.spec_names(P.UNCONSTRAINED) == ()
+    assert meshes_lib.axes_of(spec) == {"a", "b", "c"}
+    assert meshes_lib.axes_of(P()) == frozenset()
+    assert meshes_lib.spec_of(spec) is spec
+    assert meshes_lib.spec_of(jnp.ones(2)) == P()
+    assert meshes_lib.spec_names(["b", "c"]) == ("b", "c")
 
 
 def test_kinds_of_meshes():
     auto, explicit = AxisType.Auto, AxisType.Explicit
     meshes = [jax.make_mesh((2, 2), ("a", "b"), kinds) for kinds in ((auto, explicit), (auto,) * 2)]
-    assert [devices.has_mixed_axis_types(mesh) for mesh in (*meshes, None)] == [True, False, False]
-    assert devices.is_unsharded([jnp.ones(2), np.ones(2)])
+    assert [meshes_lib.has_mixed_axis_types(mesh) for mesh in (*meshes, None)] == [
+        True,
+        False,
+        False,
+    ]
+    assert meshes_lib.is_unsharded([jnp.ones(2), np.ones(2)])
     for mesh, explicit in zip(meshes, (P("b"), P()), strict=True):
         split = jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, P("b")))
-        assert not devices.is_unsharded([split])
-        assert devices.spec_of(split) == explicit
+        assert not meshes_lib.is_unsharded([split])
+        assert meshes_lib.spec_of(split) == explicit
 
 
 def test_over_how_many_devices_examples_are_split():
@@ -122,29 +129,29 @@ def test_options_of_a_function_without_a_docstring():
 def test_arrays_are_brought_to_the_device_and_back():
     x, host = jnp.ones(2), jax.memory.Space.Host
     away = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-    assert devices.memory_spaces({"a": away, "b": x, "c": 3.0}) == [host, None, None]
-    here = devices.put_on_device({"a": away, "b": x})
-    assert devices.memory_spaces(here) == [None, None]
+    assert memory.memory_spaces({"a": away, "b": x, "c": 3.0}) == [host, None, None]
+    here = memory.put_on_device({"a": away, "b": x})
+    assert memory.memory_spaces(here) == [None, None]
     assert here["b"] is x
-    template = devices.template_on_device(away)
+    template = memory.template_on_device(away)
     assert (template.shape, template.sharding.memory_kind) == ((2,), x.sharding.memory_kind)
-    assert devices.template_on_device(x) is x
+    assert memory.template_on_device(x) is x
     seen = []
-    jax.jit(lambda *arrays: seen.append(devices.memory_spaces(arrays)))(away, x, jax.random.key(0))
+    jax.jit(lambda *arrays: seen.append(memory.memory_spaces(arrays)))(away, x, jax.random.key(0))
     assert seen == [[host, None, None]]
-    arguments, back = devices.move_to_device_memory({"a": away}, {"b": x}, None)
-    assert devices.memory_spaces(arguments) == [None, None]
+    arguments, back = memory.move_to_device_memory({"a": away}, {"b": x}, None)
+    assert memory.memory_spaces(arguments) == [None, None]
     results = back({"a": x}, {"b": x}, 5)
-    assert devices.memory_spaces(results) == [host, None, None]
+    assert memory.memory_spaces(results) == [host, None, None]
     assert results[2] == 5
-    trees, back = devices.move_to_device_memory({"a": x})
+    trees, back = memory.move_to_device_memory({"a": x})
     assert trees[0]["a"] is x
     assert back(away) == (away,)
 
 
 def test_the_largest_over_devices_and_its_derivative():
     def along(x, dx):
-        return jax.jvp(lambda x: devices.pmax(x, frozenset({"i"})), (x,), (dx,))
+        return jax.jvp(lambda x: meshes_lib.pmax(x, frozenset({"i"})), (x,), (dx,))
 
     x, changes = np.float32([[3, 1, 3, 2], [1, 1, 3, 2]]), np.float32([1, 2, 4, 8])
     over_devices = jax.vmap(along, axis_name="i")
@@ -157,27 +164,27 @@ def test_types_of_arrays_on_an_explicit_mesh():
     mesh = jax.make_mesh((2,), ("a",), (AxisType.Explicit,))
     x, other = jax.device_put(jnp.arange(4), jax.NamedSharding(mesh, P("a"))), jnp.ones(2)
     types = [jax.typeof(y) for y in (other, x)]
-    assert devices.unique_avals([x, x, other]) == types[::-1]
-    assert devices.explicit_sharding(x) == (types[1].sharding.mesh, P("a"))
-    assert devices.explicit_sharding(other) is None
-    assert devices.explicit_mesh(types) == types[1].sharding.mesh
-    assert devices.explicit_mesh(types[:1]) is devices.automatic_mesh(types) is None
-    whole = devices.replicate(x)
+    assert meshes_lib.unique_avals([x, x, other]) == types[::-1]
+    assert meshes_lib.explicit_sharding(x) == (types[1].sharding.mesh, P("a"))
+    assert meshes_lib.explicit_sharding(other) is None
+    assert meshes_lib.explicit_mesh(types) == types[1].sharding.mesh
+    assert meshes_lib.explicit_mesh(types[:1]) is meshes_lib.automatic_mesh(types) is None
+    whole = meshes_lib.replicate(x)
     np.testing.assert_array_equal(whole, x)
-    assert devices.axes_of(jax.typeof(whole).sharding.spec) == frozenset()
-    assert devices.replicate(other) is other
+    assert meshes_lib.axes_of(jax.typeof(whole).sharding.spec) == frozenset()
+    assert meshes_lib.replicate(other) is other
     with jax.set_mesh(mesh):
-        zeros = jax.eval_shape(lambda: devices.zeros_like_aval(types[1], (3,)))
+        zeros = jax.eval_shape(lambda: meshes_lib.zeros_like_aval(types[1], (3,)))
     assert (zeros.shape, zeros.dtype) == ((3, 4), jnp.int32)
     assert zeros.sharding.spec == P(None, "a")
-    assert devices.zeros_like_aval(types[0]).shape == (2,)
+    assert meshes_lib.zeros_like_aval(types[0]).shape == (2,)
     tree = {"n": other, "k": 3}
-    assert devices.place_on_mesh_of(tree, x) is tree  # outside of a trace
+    assert meshes_lib.place_on_mesh_of(tree, x) is tree  # outside of a trace
     typed = []
 
     def traced(x, other):
-        typed.append(devices.place_on_mesh_of({"n": other, "k": 3, "x": x}, x))
-        typed.append(devices.place_on_mesh_of(tree, other))
+        typed.append(meshes_lib.place_on_mesh_of({"n": other, "k": 3, "x": x}, x))
+        typed.append(meshes_lib.place_on_mesh_of(tree, other))
         return x
 
     jax.eval_shape(traced, x, other)
@@ -190,15 +197,15 @@ def test_types_of_arrays_on_an_explicit_mesh():
 def test_sums_are_split_as_gradients_are_where_only_the_compiler_knows():
     meshes = [jax.make_mesh((2,), ("a",), (kind,)) for kind in (AxisType.Auto, AxisType.Explicit)]
     auto, explicit = (jax.device_put(jnp.ones(4), jax.NamedSharding(x, P("a"))) for x in meshes)
-    found = jax.jit(lambda like: devices.shard_like(jnp.zeros(4, jnp.float16), like))(auto)
+    found = jax.jit(lambda like: meshes_lib.shard_like(jnp.zeros(4, jnp.float16), like))(auto)
     assert (found.sharding.spec, found.dtype) == (P("a"), jnp.float16)
     np.testing.assert_array_equal(found, np.zeros(4))
     zeros, stays = jnp.zeros(4), []
-    stays.append(devices.shard_like(zeros, explicit) is zeros)
+    stays.append(meshes_lib.shard_like(zeros, explicit) is zeros)
 
     def part(like):
         zeros = jnp.zeros(2)
-        stays.append(devices.shard_like(zeros, like) is zeros)
+        stays.append(meshes_lib.shard_like(zeros, like) is zeros)
         return like
 
     jax.eval_shape(jax.shard_map(part, mesh=meshes[0], in_specs=P("a"), out_specs=P("a")), auto)

@@ -10,7 +10,7 @@ import pytest
 from compiling import AS_USERS, where_sums_are_fused
 
 import optaxclip
-import optaxclip._border.leaf_sums as leaf_sums
+import optaxclip._backend.reductions as reductions_lib
 from optaxclip import monitor, norms, scopes
 
 
@@ -162,7 +162,7 @@ def test_a_norm_stores_no_copy_of_the_leaves(dtype):
 
 def test_products_of_gradients_and_parameters_store_no_copy_of_them_on_a_cpu():
     def products(x, y):
-        return leaf_sums.sum_products(x, y, axes=(0, 1), in_one_piece=True)
+        return reductions_lib.sum_products(x, y, axes=(0, 1), in_one_piece=True)
 
     leaf = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     compiled = jax.jit(products, compiler_options=AS_USERS).lower(leaf, leaf).compile()

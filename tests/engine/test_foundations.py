@@ -14,30 +14,31 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip._base import arguments, grouping, trees
-from optaxclip._base.extras import call_on_import
-from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.states import StaticNames, safe_increment
-from optaxclip._border import packing
+import optaxclip._backend.packing as packing
+import optaxclip._base.trees as trees
+import optaxclip._base.validation as validation
+from optaxclip._base.optional_imports import call_on_import
+from optaxclip._base.state import StaticNames, safe_increment
+from optaxclip._base.trees import Group, Grouping
 
 MOST = 2**31 - 1
 
 
 @pytest.mark.parametrize("value", [2, np.int64(2), np.array(2)])
 def test_whole_numbers_from_the_smallest_on(value):
-    assert arguments.check_int(value, 2, "size") == 2
+    assert validation.check_int(value, 2, "size") == 2
     with pytest.raises(ValueError, match=r"^size must be an int of at least 3, got "):
-        arguments.check_int(value, 3, "size")
+        validation.check_int(value, 3, "size")
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 2.0, "2", None, jnp.int32(2)])
 def test_what_is_no_whole_number(value):
     with pytest.raises(TypeError, match=r"^size must (be an int of at least 1|not be a JAX array)"):
-        arguments.check_int(value, 1, "size")
+        validation.check_int(value, 1, "size")
 
 
 def test_counts_may_be_arrays_and_more_than_can_be_counted():
-    count = functools.partial(arguments.check_int_or_scalar, argument="steps")
+    count = functools.partial(validation.check_int_or_scalar, argument="steps")
     assert [count(x) for x in (1, 2**40, MOST)] == [1, MOST, MOST]
     assert count(jnp.int32(1)) == 1
     assert jax.jit(count)(0) == 0  # a traced number is not compared
@@ -54,8 +55,8 @@ def test_counts_may_be_arrays_and_more_than_can_be_counted():
 
 def test_what_is_shown_of_a_value_is_short_and_in_one_line():
     for size, shown in ((78, "'" + "x" * 78 + "'"), (79, "'" + "x" * 76 + "...")):
-        assert arguments.short_repr("x" * size) == shown
-    assert arguments.short_repr(np.zeros((2, 1))) == "array([[0.], [0.]])"
+        assert validation.short_repr("x" * size) == shown
+    assert validation.short_repr(np.zeros((2, 1))) == "array([[0.], [0.]])"
 
 
 def test_gradients_among_arguments_are_told_and_other_arrays_are_not():
@@ -65,22 +66,22 @@ def test_gradients_among_arguments_are_told_and_other_arrays_are_not():
     for given in ((grads,), (1.0, grads), (np.ones(1),)):
         with (
             pytest.raises(TypeError, match=rf"^wrong\. {said}"),
-            arguments.explain_gradient_arguments("make", given),
+            validation.explain_gradient_arguments("make", given),
         ):
             raise TypeError("wrong")
     for given in ((1.0, jnp.float32(2)), (jnp.ones(2, int),), (optax.sgd(0.1),), ()):
         with (
             pytest.raises(ValueError, match=r"^wrong$"),
-            arguments.explain_gradient_arguments("make", given),
+            validation.explain_gradient_arguments("make", given),
         ):
             raise ValueError("wrong")
 
 
 def test_a_function_of_ours_that_was_not_called():
-    assert arguments.is_uncalled_factory(optaxclip.clip, "optaxclip.methods")
+    assert validation.is_uncalled_factory(optaxclip.clip, "optaxclip.methods")
     for other in (optaxclip.clip(1.0).update, optax.clip, 3, StaticNames.index):
-        assert not arguments.is_uncalled_factory(other, "optaxclip.methods")
-    assert not arguments.is_uncalled_factory(optaxclip.clip, "optaxclip.method")
+        assert not validation.is_uncalled_factory(other, "optaxclip.methods")
+    assert not validation.is_uncalled_factory(optaxclip.clip, "optaxclip.method")
 
 
 def test_names_are_like_a_tuple_and_equal_if_one_has_lost_its_entries():
@@ -126,10 +127,10 @@ def test_so_many_norms_are_warned_of():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        grouping.warn_if_many_norms(grouped(2**23, 2**23), "mine")
+        trees.warn_if_many_norms(grouped(2**23, 2**23), "mine")
     said = r"^mine: these leaves have 16,777,217 norms, of which 'b' alone has 8,388,609;"
     with pytest.warns(UserWarning, match=said):
-        grouping.warn_if_many_norms(grouped(2**23, 2**23 + 1), "mine")
+        trees.warn_if_many_norms(grouped(2**23, 2**23 + 1), "mine")
 
 
 def test_arrays_are_joined_and_split_again():

@@ -8,7 +8,7 @@ import pytest
 
 from optaxclip import responses
 from optaxclip._engine.measure import ScaledNorms
-from optaxclip._engine.respond import compute_multiplier
+from optaxclip._engine.multiplier import compute_multiplier
 from optaxclip._engine.scale import _scale_leaf
 
 INF, NAN = np.inf, np.nan

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip._base import numerics
+import optaxclip._base.numerics as numerics
 
 INFO = np.finfo(np.float32)
 TINY, MAX, SUBNORMAL = float(INFO.tiny), float(INFO.max), float(INFO.smallest_subnormal)

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optaxclip._backend.reductions as reductions
 from optaxclip import norms, scopes
-from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.trees import flatten
-from optaxclip._border import leaf_sums
-from optaxclip._border.placement import LeafShardings
+from optaxclip._backend.leaf_shardings import LeafShardings
+from optaxclip._base.trees import Group, Grouping, flatten
 from optaxclip._engine.measure import ScaledNorms, select_in_range
 from optaxclip._engine.plan import Plan
 from optaxclip.scopes.leaves import count_stacked_axes
@@ -77,12 +76,12 @@ def test_sums_and_maxima_of_groups():
 
 
 def test_of_sums_at_three_scales_that_in_range_is_taken():
-    far = leaf_sums.scale_step(jnp.float32)
+    far = reductions.scale_step(jnp.float32)
     assert far == 2.0**88
-    least = leaf_sums.underflow_bound(jnp.float32)
+    least = reductions.underflow_bound(jnp.float32)
     assert least == 2.0 ** (40 - 126 + 23)
-    assert leaf_sums.prescale_factors(norms.l2, jnp.float32) == (1.0, 1 / far, far)
-    assert leaf_sums.prescale_factors(norms.l1, jnp.float32) == (1.0, 1 / far)
+    assert reductions.prescale_factors(norms.l2, jnp.float32) == (1.0, 1 / far, far)
+    assert reductions.prescale_factors(norms.l1, jnp.float32) == (1.0, 1 / far)
     plain, down, up = np.float32(
         [
             [0, 4, 4, INF, NAN, MAX, least, least / 2, least / 2],

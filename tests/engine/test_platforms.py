@@ -11,8 +11,8 @@ from cases import slow_unless
 from compiling import AS_USERS
 
 import optaxclip
+import optaxclip._backend.gpu as gpu
 from optaxclip import norms, per_example, scopes
-from optaxclip._border import gpu
 from optaxclip._engine.clip import group_norms
 
 TREE = {

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.sparse import BCOO
 
 import optaxclip
-from optaxclip._border.entries import coalesce_values
+from optaxclip._backend.elementwise import coalesce_values
 
 
 @pytest.mark.by_day(1)

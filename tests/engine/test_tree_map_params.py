@@ -18,7 +18,7 @@ from parts_table import RULES, SCOPES, TRANSFORMATIONS
 
 import optaxclip
 from optaxclip import monitor, scopes, thresholds
-from optaxclip._base.states import StaticNames
+from optaxclip._base.state import StaticNames
 
 MOMENTS = {
     "StableAdamState": ("mu", "nu"),

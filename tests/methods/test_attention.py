@@ -11,7 +11,7 @@ from methods_table import assert_same, avals
 
 import optaxclip
 from optaxclip import Heads
-from optaxclip.methods.heads import multiplier, resolve_heads
+from optaxclip.transforms.attention import multiplier, resolve_heads
 
 WIDTH, HEADS, SIZE, ROTARY, VALUE, TAU = 6, 4, 3, 2, 5, 2.0
 RNG = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optaxclip import clip_by_spectral_norm, thresholds
-from optaxclip.methods.singular_values import clip_matrix
+from optaxclip.transforms.spectral import clip_matrix
 
 MODES = ("soft", "hard")
 each_mode = pytest.mark.parametrize("mode", MODES)

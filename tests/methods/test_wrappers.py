@@ -10,8 +10,8 @@ import pytest
 from reference_rules import assert_close, assert_same, at, stack
 
 import optaxclip
+import optaxclip.transforms.rule_evaluation as rule_evaluation
 from optaxclip import skip_above, skip_nonfinite, thresholds
-from optaxclip.methods import judging
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -104,7 +104,9 @@ def compiled(inner):
 def test_which_parts_of_a_norm_are_blamed(number, threshold, parts, blamed):
     number, threshold, parts = map(jnp.float32, (number, threshold, parts))
     is_bad = ~jnp.isfinite(number)
-    found = judging.RuleResult(number, threshold, (), ~is_bad & (number > threshold), is_bad)
+    found = rule_evaluation.RuleResult(
+        number, threshold, (), ~is_bad & (number > threshold), is_bad
+    )
     assert found.find_offending(parts).tolist() == blamed
 
 

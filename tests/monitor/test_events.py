@@ -14,7 +14,7 @@ from methods_table import compilations
 
 import optaxclip
 from optaxclip import monitor, scopes, thresholds
-from optaxclip.methods.skips import skip_above, skip_nonfinite
+from optaxclip.transforms.skip import skip_above, skip_nonfinite
 
 PARAMS = {"b": jnp.zeros(1), "v": jnp.zeros(2), "w": jnp.zeros(2)}
 NAN = np.nan

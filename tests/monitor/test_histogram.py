@@ -8,9 +8,9 @@ import pytest
 from jax.experimental import sparse
 from jax.sharding import PartitionSpec as P
 
-import optaxclip._border.entry_counts as entry_counts
+import optaxclip._backend.exponent_counts as exponent_counts
 from optaxclip import monitor, scopes
-from optaxclip._base.ranges import OVERFLOW_EDGES, overflow_threshold
+from optaxclip._base.float_formats import OVERFLOW_EDGES, overflow_threshold
 
 SATURATING = ("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
 FORMATS = [
@@ -139,11 +139,11 @@ def test_counts_beyond_32_bits_add_up(monkeypatch):
     zeros = 3_000_000_000
 
     def many(leaf, axes, size, **options):
-        counts = np.zeros(entry_counts.num_counts(wide=False), np.uint64)
+        counts = np.zeros(exponent_counts.num_counts(wide=False), np.uint64)
         counts[[0, 1, -1]] = zeros, 70_000, 2
         return jnp.asarray(np.stack([counts & 0xFFFF, counts >> 16]), jnp.uint32)
 
-    monkeypatch.setattr(entry_counts, "counts_by_size", many)
+    monkeypatch.setattr(exponent_counts, "counts_by_size", many)
     tx, tree = monitor.histogram(scope=scopes.tree()), {name: jnp.ones(4) for name in "abc"}
 
     def count(tree):
@@ -172,7 +172,7 @@ def test_a_leaf_of_5_thousand_million_entries_is_counted_in_64_bits():
 
 
 def test_large_leaves_are_counted_a_few_entries_at_a_time(monkeypatch):
-    monkeypatch.setattr(entry_counts, "CHUNK_SIZE", 300)
+    monkeypatch.setattr(exponent_counts, "CHUNK_SIZE", 300)
     x = entries_of(np.float32, seed=4)[:3000].reshape(3, 25, 40)
     tree = {"whole": x, "rows": x.reshape(3, -1), "each": x[0, 0].repeat(10)}
     found = histograms_of(tree, scope=scopes.leaf(stacked={"whole": 0, "rows": 1, "each": 1}))

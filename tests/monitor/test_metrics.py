@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import optaxclip
 from optaxclip import monitor, scopes
-from optaxclip.methods.skips import skip_above, skip_nonfinite
+from optaxclip.transforms.skip import skip_above, skip_nonfinite
 
 GRADS = {"b": jnp.array([2.0]), "w": jnp.array([3.0, 4.0])}
 NORM = np.sqrt(29.0)

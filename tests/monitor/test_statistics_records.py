@@ -11,7 +11,7 @@ from flax import serialization
 
 import optaxclip
 from optaxclip import monitor, scopes
-from optaxclip.monitor.recording import RecordState
+from optaxclip.monitor._record import RecordState
 
 PARAMS = {"body": jnp.ones((2, 3)), "head": jnp.ones(2)}
 GRADS = {"body": jnp.zeros((2, 3)).at[1, 0].set(4.0), "head": jnp.array([3.0, 0.0])}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+import optaxclip.plots.groups as groups
 from optaxclip import monitor, plots, scopes
-from optaxclip.plots import groups
 
 matplotlib = pytest.importorskip("matplotlib")
 Figure = pytest.importorskip("matplotlib.figure").Figure
@@ -59,7 +59,7 @@ def test_a_heatmap_has_the_ends_of_its_statistic():
 
 
 def test_all_that_a_record_keeps_can_be_shown():
-    from optaxclip.monitor.statistics import STATISTICS
+    from optaxclip.monitor._statistics import STATISTICS
 
     assert list(groups.HEATMAP_STYLES) == list(STATISTICS)
     tx = monitor.record(3, scope=scopes.leaf(), stats=tuple(STATISTICS))

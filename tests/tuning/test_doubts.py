@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from optaxclip.tuning import doubts
-from optaxclip.tuning import spread as spreads
+import optaxclip.tuning.doubts as doubts
+import optaxclip.tuning.spread as spreads
 
 FLAT = np.linspace(1.0, 0.5, 100)  # one norm is within a thousandth of the largest
 

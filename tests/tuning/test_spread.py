@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from optaxclip.tuning import spread as spreads
+import optaxclip.tuning.spread as spreads
 from optaxclip.tuning.regimes import regime_of
 
 

@@ -12,10 +12,12 @@ import pytest
 from cases import slow_unless
 
 import optaxclip
+import optaxclip.tuning.doubts as doubts
+import optaxclip.tuning.replaying as replaying
+import optaxclip.tuning.spread as spreads
+import optaxclip.tuning.suggesting as suggesting
 from examples import demo
 from optaxclip import monitor, tuning
-from optaxclip.tuning import doubts, replaying, suggesting
-from optaxclip.tuning import spread as spreads
 
 STEPS = 1000
 SHAPES = {

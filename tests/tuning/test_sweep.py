@@ -11,8 +11,10 @@ import optax
 import pytest
 
 import optaxclip
+import optaxclip.tuning.replaying as replaying
+import optaxclip.tuning.runs as runs
+import optaxclip.tuning.sweeping as sweeping
 from optaxclip import ops, tuning
-from optaxclip.tuning import replaying, runs, sweeping
 
 STEPS = 60
 KEY = jax.random.key(0)

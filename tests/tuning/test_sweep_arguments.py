@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from messages_of_data import swept
 
-from optaxclip.tuning import sweeping
+import optaxclip.tuning.sweeping as sweeping
 
 
 def test_a_loss_may_be_a_number_of_python_and_each_step_is_reported_once():

@@ -15,22 +15,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._border.devices as devices
-import optaxclip.per_example.ghost.bounds as bounds
+import optaxclip._backend.meshes as meshes
 import optaxclip.per_example.ghost.primitives as primitives
+import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
 import optaxclip.per_example.ghost.sites as sites
-from optaxclip._base.grouping import Group, Grouping
+from optaxclip._backend.elementwise import dispatch_chunk_size
+from optaxclip._backend.leaf_shardings import LeafShardings
 from optaxclip._base.numerics import safe_sqrt, static_size_or_none
-from optaxclip._batches.cutting import (
+from optaxclip._base.trees import Group, Grouping
+from optaxclip._engine.measure import measure
+from optaxclip._engine.plan import Plan
+from optaxclip._loss_arguments import (
     MicrobatchSplit,
     concatenate_examples,
     remainder,
     restore_batch_order,
 )
-from optaxclip._border.entries import dispatch_chunk_size
-from optaxclip._border.placement import LeafShardings
-from optaxclip._engine.measure import measure
-from optaxclip._engine.plan import Plan
 from optaxclip.norms import l2
 from optaxclip.per_example.ghost.sites import BackpropResult, ParamUse, Sizes
 
@@ -123,7 +123,7 @@ class NormTerm:
         each, unit = jnp.zeros((), dtype), 0.0
         for use, _ in self.uses:
             x, d = use.operands(backward)
-            unit = max(unit, bounds.unit_roundoff(dtype, _are_half(x, d)))
+            unit = max(unit, rounding_bounds.unit_roundoff(dtype, _are_half(x, d)))
             if use.site.kind == primitives.CONVOLUTION:
                 groups = primitives.feature_groups(use.site.eqn)
 
@@ -145,10 +145,10 @@ class NormTerm:
         `each` is the sum over positions of `|x| |d|` for each matrix, `[B, groups]`.
         """
         groups, positions, inputs, outputs = self.sizes
-        slack = 1 + bounds.relative_error(positions + 2, unit)
+        slack = 1 + rounding_bounds.relative_error(positions + 2, unit)
         total = bound_norms(each, (1,), each.dtype) * slack
         tiny = float(jnp.finfo(each.dtype).tiny) * math.sqrt(groups * inputs * outputs)
-        off = bounds.relative_error(additions + bounds.PRODUCT, unit) * total
+        off = rounding_bounds.relative_error(additions + rounding_bounds.PRODUCT, unit) * total
         return off + (positions + 1) * tiny, total
 
     def bytes_of(self, is_direct: bool, itemsize: int) -> int:
@@ -181,10 +181,11 @@ class NormTerm:
         x, d = _join_forms(pairs)
         groups, positions, *sizes = self.sizes
         chex.assert_shape([x, d], (None, groups, None, None))
-        unit = bounds.unit_roundoff(dtype, _are_half(x, d))
-        g = functools.partial(bounds.relative_error, unit=unit)
+        unit = rounding_bounds.unit_roundoff(dtype, _are_half(x, d))
+        g = functools.partial(rounding_bounds.relative_error, unit=unit)
         of_inner = [
-            g(bounds.additions(size, n)) for size, n in zip(sizes, self.pieces, strict=True)
+            g(rounding_bounds.additions(size, n))
+            for size, n in zip(sizes, self.pieces, strict=True)
         ]
         is_sliced = any(any(use.loops) for use, _ in self.uses)
         grams = [_gram(v, n, dtype, is_sliced) for v, n in zip((x, d), self.pieces, strict=True)]
@@ -216,7 +217,7 @@ class NormTerm:
     def _direct(self, forms: list[Any], dtype: Any) -> Estimate:
         tables, pairs = _apart(forms)
         x, d = _join_forms(pairs)
-        pieces = bounds.pieces(x.shape[2], x.shape[2])
+        pieces = rounding_bounds.pieces(x.shape[2], x.shape[2])
 
         def product(x: Array, d: Array) -> Array:
             return einsum("bgtk,bgtn->bgkn", x, d, dtype)
@@ -224,7 +225,7 @@ class NormTerm:
         gradient = sum_blocks(product, (x, 2), (d, 2), pieces)
         of_x, of_d = bound_norms(x, (3,), dtype), bound_norms(d, (3,), dtype)
         each = jnp.sum(of_x * of_d, -1)
-        unit = bounds.unit_roundoff(dtype, _are_half(x, d))
+        unit = rounding_bounds.unit_roundoff(dtype, _are_half(x, d))
         for _, ids, own in tables:
             at = jnp.arange(ids.shape[0])[:, None, None], jnp.arange(ids.shape[1])[:, None], ids
             gradient = gradient.at[at].add(own.astype(dtype), mode="drop")
@@ -238,7 +239,7 @@ class NormTerm:
         ids, d = _join_forms(forms)
         summed, by_row = _sum_by_row(ids, d, dtype)
         norm = bound_norms(summed, (1, 2, 3), dtype)
-        unit = bounds.unit_roundoff(dtype, d.dtype.itemsize == 2)
+        unit = rounding_bounds.unit_roundoff(dtype, d.dtype.itemsize == 2)
         each = by_row.reshape(by_row.shape[0], -1)
         nothing = jnp.zeros_like(norm)
         estimate = self._off(each, self.sizes.positions, unit)
@@ -266,7 +267,9 @@ def _add_table_terms(
     cross, moduli = _sum_rows_first([cross, moduli])
     square = jnp.sum(jnp.square(summed), (1, 2, 3)) + 2 * cross
     positions = cotangent.shape[2] + own.shape[2]
-    g = bounds.relative_error(positions + cotangent.shape[3] + bounds.PRODUCT + 1, unit)
+    g = rounding_bounds.relative_error(
+        positions + cotangent.shape[3] + rounding_bounds.PRODUCT + 1, unit
+    )
     error = 2 * g * (jnp.sum(jnp.square(by_row), (1, 2)) + moduli)
     return jnp.sum(of_own, -1), square, error
 
@@ -326,7 +329,7 @@ def sum_blocks(
 
     both = (cut(*x), cut(*y))
     zeros = jnp.zeros_like(jax.eval_shape(fn, *jax.tree.map(lambda x: x[0], both)))
-    (zeros,) = devices.pvary_like(both, [zeros])
+    (zeros,) = meshes.pvary_like(both, [zeros])
     total, _ = lax.scan(lambda total, pair: (total + fn(*pair), None), zeros, both)
     return total
 

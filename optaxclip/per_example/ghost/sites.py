@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
-from optaxclip.per_example.ghost.references import MatmulSite, ParamSlice, ReshapeOp
-from optaxclip.per_example.ghost.walk import Program
+import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
+from optaxclip.per_example.ghost.interpreter import MatmulSite, ParamSlice, Program, ReshapeOp
 
 
 class BackpropResult(NamedTuple):
@@ -341,6 +340,6 @@ def block_split(use: ParamUse) -> BlockSplit:
         return BlockSplit(0, 1, positions)
     axes, sizes = Axes.create(use), (*use.site.lengths, 1, *use.site.data.shape)
     lengths = [sizes[axis] for axis in axes.data_positions]
-    found = [(bounds.pieces(positions, length), -i) for i, length in enumerate(lengths)]
+    found = [(rounding_bounds.pieces(positions, length), -i) for i, length in enumerate(lengths)]
     pieces, axis = max(found, default=(1, 0))
     return BlockSplit(-axis, pieces, positions // pieces + pieces)

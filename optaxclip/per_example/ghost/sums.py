@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._border.devices as devices
+import optaxclip._backend.meshes as meshes
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
+from optaxclip._backend.elementwise import product_with_bfloat16
 from optaxclip._base.numerics import floor_pow2, reciprocal_pow2, static_size_or_none
-from optaxclip._border.entries import product_with_bfloat16
-from optaxclip._engine.respond import Multiplier
+from optaxclip._engine.multiplier import Multiplier
+from optaxclip.per_example._batched_clip import sum_dtype
 from optaxclip.per_example.ghost.norms import (
     NormTerm,
     einsum,
@@ -27,7 +28,6 @@ from optaxclip.per_example.ghost.norms import (
     sum_blocks,
 )
 from optaxclip.per_example.ghost.sites import Axes, BackpropResult, ParamUse
-from optaxclip.per_example.weighting import sum_dtype
 
 _LARGEST = 2.0**70
 """Of data times cotangents times factors, if a convolution takes extreme examples."""
@@ -248,7 +248,7 @@ def _loop_lengths(use: ParamUse) -> tuple[int, ...]:
 def _apply_transpose(fn: Callable[[Array], Array], shape: Sequence[int], cotangent: Array) -> Array:
     """The transpose of a linear function of an array of this shape."""
     # Not `jax.linear_transpose`, which loses the mesh in types (JAX 0.10.2).
-    (zeros,) = devices.pvary_like([cotangent], [jnp.zeros(shape, cotangent.dtype)])
+    (zeros,) = meshes.pvary_like([cotangent], [jnp.zeros(shape, cotangent.dtype)])
     return jax.vjp(fn, zeros)[1](cotangent)[0]
 
 

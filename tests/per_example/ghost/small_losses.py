@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optaxclip._batches.roles import LossArguments
-from optaxclip.per_example.ghost.clipping import plan_for
-from optaxclip.per_example.losses import ExampleLoss
+from optaxclip._loss_arguments import LossArguments
+from optaxclip.per_example._example_loss import ExampleLoss
+from optaxclip.per_example.ghost.clip import plan_for
 
 EXAMPLES = 5
 

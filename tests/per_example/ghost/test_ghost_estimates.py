@@ -9,9 +9,11 @@ import pytest
 from cases import slow_unless
 from small_losses import planned, squares
 
-from optaxclip.per_example.ghost import bounds, program, sites
-from optaxclip.per_example.ghost.bounds import PRODUCT
+import optaxclip.per_example.ghost.plan as plan_lib
+import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
+import optaxclip.per_example.ghost.sites as sites
 from optaxclip.per_example.ghost.norms import Estimate
+from optaxclip.per_example.ghost.rounding_bounds import PRODUCT
 
 SCALES = ((1, 1), (1, 1), (5e-20, 1e10), (1e10, 5e-20), (1e-19, 1e-19))
 """For each example what its data and its cotangents are multiplied by; in the last, products of
@@ -182,7 +184,9 @@ def test_what_rounding_may_take_is_allowed_for(way, dtype):
         assert np.all(least >= proven), (name, least / proven)
         # Where nothing underflows, hardly more than that.
         assert np.all(least[:2] <= 1.1 * proven[:2]), (name, least / proven)
-    thresholds = np.minimum(np.hypot(found.norm, found.cancellation_error) + found.rounding_error, found.total)
+    thresholds = np.minimum(
+        np.hypot(found.norm, found.cancellation_error) + found.rounding_error, found.total
+    )
     np.testing.assert_allclose(bound.astype(float), thresholds.astype(float), rtol=1e-6)
 
 
@@ -219,7 +223,7 @@ def slack_of(way, positions, inputs, outputs, dtype=jnp.float32, uses=1):
     ]
     _, plan = planned(loss, {"w": jax.ShapeDtypeStruct((inputs, outputs), dtype)}, *batch)
     assert plan.parts[0][0].way == way
-    return program._bound(plan, (0, 0), Estimate(0, 0, 0, 1))
+    return plan_lib._bound(plan, (0, 0), Estimate(0, 0, 0, 1))
 
 
 def test_norms_leave_room_for_the_rounding_of_the_sum():
@@ -236,22 +240,22 @@ def test_norms_leave_room_for_the_rounding_of_the_sum():
         assert proven <= slack <= 1.2 * proven
     # A factor of float32 meets bfloat16 in two parts, each of which is a term.
     slack, proven = slack_of("gram", 30, 200, 300, dtype=jnp.bfloat16), g(60 + PRODUCT + 2)
-    assert proven <= slack - bounds.OTHER_ERRORS <= 1.2 * proven
+    assert proven <= slack - rounding_bounds.OTHER_ERRORS <= 1.2 * proven
 
 
 def test_errors_of_roundings():
-    assert bounds.relative_error(100, 2.0**-10) == 100 / 924
-    assert [bounds.relative_error(n, 2.0**-10) for n in (511, 512)] == [511 / 513, np.inf]
-    eps = [bounds.unit_roundoff(x) for x in (np.float32, np.float64)]
-    assert [*eps, bounds.unit_roundoff(np.float32, True)] == [2.0**-24, 2.0**-53, 2.0**-23]
-    assert bounds.additions(8192, 4) == 2048 + 3 + PRODUCT
+    assert rounding_bounds.relative_error(100, 2.0**-10) == 100 / 924
+    assert [rounding_bounds.relative_error(n, 2.0**-10) for n in (511, 512)] == [511 / 513, np.inf]
+    eps = [rounding_bounds.unit_roundoff(x) for x in (np.float32, np.float64)]
+    assert [*eps, rounding_bounds.unit_roundoff(np.float32, True)] == [2.0**-24, 2.0**-53, 2.0**-23]
+    assert rounding_bounds.additions(8192, 4) == 2048 + 3 + PRODUCT
 
 
 def test_long_sums_are_cut_where_their_length_allows():
     lengths = (1, 4096, 4097, 4098, 8192, 2**16, 2**17, 2**18)
-    assert [*map(bounds.pieces_of_inner, lengths)] == [1, 1, 1, 2, 4, 32, 64, 64]
+    assert [*map(rounding_bounds.pieces_of_inner, lengths)] == [1, 1, 1, 2, 4, 32, 64, 64]
     lengths = (1, 1024, 2048, 4096, 8192, 10_001, 10_002, 2**20)
-    assert [bounds.pieces(n, n) for n in lengths] == [1, 1, 4, 8, 32, 1, 2, 64]
+    assert [rounding_bounds.pieces(n, n) for n in lengths] == [1, 1, 4, 8, 32, 1, 2, 64]
 
 
 def test_of_several_axes_of_positions_the_one_is_cut_that_gives_most_pieces():

@@ -12,10 +12,10 @@ from cases import slow_unless
 from jax import lax
 from small_losses import CASES, planned
 
-from optaxclip._engine.respond import Multiplier
-from optaxclip.per_example.ghost import bounds
+import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
+from optaxclip._engine.multiplier import Multiplier
 from optaxclip.per_example.ghost.norms import _sum_rows_first
-from optaxclip.per_example.ghost.program import Norms, add_materialized_gradients, differentiate
+from optaxclip.per_example.ghost.plan import Norms, add_materialized_gradients, differentiate
 from optaxclip.per_example.ghost.sites import BackpropResult
 from optaxclip.per_example.ghost.sums import _product_in_parts, split_float32_to_bfloat16
 from optaxclip.scopes import tree
@@ -163,7 +163,7 @@ def test_two_numbers_of_bfloat16_are_nearly_one_of_float32():
     d = np.random.default_rng(0).normal(size=999).astype(np.float32) * np.float32(1e-20)
     found = np.asarray(jax.jit(split_float32_to_bfloat16)(d), float)
     error = np.abs(found.sum(0) - d.astype(float)) / np.abs(d)
-    assert 1e-7 < np.max(error) <= bounds.OTHER_ERRORS
+    assert 1e-7 < np.max(error) <= rounding_bounds.OTHER_ERRORS
 
 
 @pytest.mark.parametrize("wide", [0, 1])

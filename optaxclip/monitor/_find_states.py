@@ -1,0 +1,232 @@
+"""Finding the states of clips, skips and records in any pytree, and their numbers on the host."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import GetAttrKey, keystr
+
+from optaxclip._base.state import REINIT_HINT, RESTORE_NAMES_HINT, StaticNames
+from optaxclip._base.trees import leaf_name
+from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
+from optaxclip._base.validation import did_you_mean
+from optaxclip.transforms.loss_scale import LossScaleState
+from optaxclip.transforms.skip import LossState, SkipState
+
+NAME_FIELDS = {"name", "names", "leaves"}
+FIELDS_WITHOUT_ARRAYS = {"rule", "loss", "inner_state", "skip_state"}
+"""Fields without arrays, which Flax leaves out where it makes dicts of states."""
+
+
+def find(tree: PyTree, *kinds: Any) -> dict[str, Any]:
+    """The states of the given kinds under their keys."""
+    found = list(iter_states(tree, kinds))
+    keys = unique_keys([(path, (name_of(state),)) for path, state in found])
+    return dict(zip(keys, (state for _, state in found), strict=True))
+
+
+def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any]]:
+    """The states that hold the record of a clip or a skip, or are of one more kind, with paths."""
+    found = list(iter_states(opt_state, (ClipState, SkipState, *more)))
+    if not found:
+        raise ValueError(
+            f"monitor.{caller} takes an optimizer's state that holds the record of a clip or a "
+            f"skip, and finds none in what it got: {describe_tree(opt_state)}. Pass opt_state, a "
+            "TrainState or an nnx.Optimizer. (optaxclip.clip, clip_by_value and "
+            "clip_by_second_moment keep no record, nor does anything with record=False; what "
+            "monitor.record keeps is read by monitor.history, and by metrics and scalars.)"
+        )
+    return found
+
+
+def find_one_state(
+    opt_state: PyTree, name: str | None, *kinds: type, reader: str, what: str, missing: str
+) -> Any:
+    """The only state of these kinds, or the only one that has the name.
+
+    Args:
+      opt_state: any pytree that holds it.
+      name: what the user asks for; None if there is only one.
+      *kinds: the types of such states.
+      reader: the function that reads it, for messages.
+      what: what one is called in messages.
+      missing: the message if there is none.
+
+    Raises:
+      ValueError: if there is none, or several.
+    """
+    found = list(find(opt_state, *kinds).values())
+    fitting = [state for state in found if name in (None, name_of(state))]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not found:
+        raise ValueError(missing)
+    names = [name_of(state) for state in found]
+    if name is not None and not fitting:
+        hint = did_you_mean(str(name), names)
+        raise ValueError(f"name must be that of a {what}, one of {names}; got {name!r}{hint}")
+    remedy = f"pass {reader} the name of one"
+    if len(set(names)) < len(names):
+        remedy = f"give each {what} a name= of its own, and {remedy}"
+    raise ValueError(f"the state holds several {what}s, with the names {names}: {remedy}")
+
+
+def check_not_vmapped(steps: Any, reader: str) -> None:
+    """Refuses the state of several seeds under `vmap`, whose counter of steps has axes."""
+    if np.ndim(steps):
+        one = "jax.tree.map(lambda x: x[0], opt_state)"
+        raise ValueError(f"{reader} takes one state, got {steps.size} under vmap; pass {one}")
+
+
+def learning_rates(opt_state: PyTree) -> dict[str, Any]:
+    """The learning rates that `optax.inject_hyperparams` keeps in a state."""
+    found = []
+    for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+        names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+        if ("hyperparams", "learning_rate") in itertools.pairwise(names):
+            found.append(x)
+    return dict(zip(deduplicate(["learning_rate"] * len(found)), found, strict=True))
+
+
+def unique_keys(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
+    """A key for each path and the names that belong to it; all keys are different."""
+    simple, exact = [], []
+    for path, names in places:
+        simple.append("/".join(filter(None, (keystr(path, simple=True, separator="/"), *names))))
+        exact.append("/".join((keystr(path), *names)))
+    if len(set(simple)) == len(simple):
+        return simple
+    return deduplicate(exact)
+
+
+def deduplicate(names: Sequence[str]) -> list[str]:
+    """The names, made different: the second and later ones of equal names get a number."""
+    given: dict[str, None] = {}
+    for name in names:
+        chosen, number = name, 0
+        while chosen in given:
+            number += 1
+            chosen = f"{name}_{number}"
+        given[chosen] = None
+    return list(given)
+
+
+def iter_states(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """All states of the given kinds, with their paths; a state comes before those inside of it.
+
+    If both kinds are asked for, the skip inside of a `LossScaleState` does not come a second time.
+    """
+    stop = (*kinds, SkipState)
+    pairs = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(_restore_if_dict(x, stop), stop)
+    )
+    for rest, node in pairs:
+        state = _restore_if_dict(node, stop)
+        _check_not_deleted(state)
+        if isinstance(state, tuple(kinds)):
+            yield (*path, *rest), state
+        if isinstance(state, LossScaleState):
+            rest, state = (*rest, GetAttrKey("skip")), state.skip
+        if hasattr(state, "inner_state"):
+            inside = (*path, *rest, GetAttrKey("inner_state"))
+            yield from iter_states(state.inner_state, kinds, inside)
+
+
+def _check_not_deleted(state: Any) -> None:
+    """Refuses the state of a transformation whose arrays a compiled step was given to use."""
+    fields = getattr(state, "_fields", ())
+    own = [getattr(state, field) for field in fields if field not in ("inner_state", "skip")]
+    if any(map(is_deleted, jax.tree.leaves(own))):
+        raise ValueError(
+            "the state was donated to a compiled step (donate_argnums, donate_argnames), which has "
+            "used up its arrays: pass the state that this step returned"
+        )
+
+
+def is_deleted(x: Any) -> bool:
+    """Whether an array was donated."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
+
+
+def _restore_if_dict(node: Any, kinds: Sequence[Any]) -> Any:
+    """The state of one of these kinds, if Flax has turned it into the dict `node`; else `node`."""
+    for kind in kinds:
+        if _has_fields(node, kind) and ("info" not in node or _has_fields(node["info"], ClipInfo)):
+            name = kind.__name__.removesuffix("State").lower()
+            return _state_from_dict(node, kind, StaticNames((name,)))
+    return node
+
+
+def _has_fields(node: Any, kind: Any) -> bool:
+    """Whether the keys of a dict are the fields of a kind of state."""
+    if not isinstance(node, Mapping):
+        return False
+    keys, fields = set(node), set(kind._fields)
+    return fields - NAME_FIELDS - FIELDS_WITHOUT_ARRAYS <= keys <= fields
+
+
+def _state_from_dict(node: Mapping[str, Any], kind: Any, name: StaticNames) -> Any:
+    known = {key: value for key, value in node.items() if key not in NAME_FIELDS}
+    if "info" in known:
+        known["info"] = _state_from_dict(known["info"], ClipInfo, name)
+    if known.get("loss"):
+        known["loss"] = _state_from_dict(known["loss"], LossState, name)
+    if "skip" in known:
+        known["skip"] = _state_from_dict(known["skip"], SkipState, StaticNames(("skip",)))
+    known |= {"name": name, "names": StaticNames(), "leaves": StaticNames()}
+    return kind(**{field: known.get(field, ()) for field in kind._fields})
+
+
+def name_of(state: Any) -> str:
+    """The name that a transformation was given, from its state."""
+    return next(iter(state.info.name if hasattr(state, "info") else state.name))
+
+
+def describe_tree(tree: PyTree) -> str:
+    """What a tree is, for a message: its type and its first leaves."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    names = ", ".join(f"'{leaf_name(path)}'" for path in paths[:3])
+    of_leaves = f"with the leaves {names}{', ...' if len(paths) > 3 else ''}" if paths else "empty"
+    return f"{type(tree).__name__}, {of_leaves}"
+
+
+def names_lost_error(what: str) -> ValueError:
+    """The error for what has lost its names."""
+    return ValueError(
+        f"{what}, which Flax and optax.tree_map_params do not keep: pass the nnx.Optimizer in "
+        f"place of its nnx.state, or {RESTORE_NAMES_HINT}"
+    )
+
+
+def check_ring_buffer(ring: Any, shape: tuple[int, ...], name: str, made_by: str) -> None:
+    """Checks that a ring of rows has the shape that is kept now, not that of `others`."""
+    held = tuple(unbox(ring).shape)
+    if held != shape:
+        before, now = (f"the last {x[0]} steps as {[*x]}" for x in (held, shape))
+        raise ValueError(
+            f"{name}: the state was made by {made_by}: it keeps {before}, and kept here are {now}. "
+            f"Pass the window and the scope, or the clips, that it was made with. {REINIT_HINT}"
+        )
+
+
+def unbox(value: Any) -> Any:
+    """The array inside of a box; any other value as it is.
+
+    An `nnx.Optimizer` puts boxes around the fields of states.
+    """
+    leaves = jax.tree.leaves(value)
+    return leaves[0] if len(leaves) == 1 else value
+
+
+def fetch_to_host(arrays: PyTree, caller: str) -> PyTree:
+    """The arrays in NumPy, after one transfer."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
+        raise TypeError(
+            f"monitor.{caller} needs numbers, and under jit, vmap or grad there are none yet: call "
+            "it on the state that the compiled step returns; monitor.metrics and monitor.read work "
+            "inside"
+        )
+    return jax.device_get(arrays)

@@ -1,0 +1,179 @@
+"""Histories of a run, read out of the states that `record` and `events` keep."""
+
+from typing import Any
+
+import numpy as np
+
+from optaxclip._base.types import PyTree
+from optaxclip._base.validation import did_you_mean
+from optaxclip.monitor._events import NOT_RUN, VERDICTS, EventSource, EventsState, event_sources
+from optaxclip.monitor._find_states import (
+    check_not_vmapped,
+    fetch_to_host,
+    find_one_state,
+    names_lost_error,
+    unbox,
+)
+from optaxclip.monitor._record import RecordState
+
+
+def history(
+    opt_state: PyTree, name: str | None = None, stat: str | None = None
+) -> np.ndarray[Any, np.dtype[Any]]:
+    """What `record` or `events` kept of the last steps, the oldest first.
+
+    Args:
+      opt_state: any pytree that holds the state, as in `read`.
+      name: which one, if there are several: the `name=` that `record` or `events` was given.
+      stat: which statistic of a record that keeps several, None for the norm; or which field of
+        events, None for all.
+
+    Returns:
+      All steps so far, or the last `window` of them, in NumPy, after one `jax.device_get`.
+
+      For a record, float32[steps]; with a scope, float32[steps, groups], with a column for each of
+      `history_names`.
+
+      For events, a structured array [steps]: `found["norm"]` is a column, and
+      `found[found["verdict"] == "skipped"]` selects rows. `pandas.DataFrame` takes it too. Its
+      fields are
+
+        step     | int64: 0 is the first update since `init`
+        verdict  | "taken", "clipped", "not finite" (and not skipped), or "skipped"
+        norm     | float32, as `metrics` has it: of leaves or groups, the worst one's
+        threshold    | float32, the norm above which something is done
+        factor   | float32, what the gradient was multiplied by; 0 of a skipped step
+        worst    | the name of the worst leaf or group
+
+      These numbers are of the first clip or skip in the order of `read`, which is the outermost.
+      The fields of each other one begin with its name, `clip_by_global_norm/threshold`. They are NaN,
+      and its `worst` is empty, at steps at which it did not run, for example because a skip around
+      it left the step out. A skip that judges the loss has `loss` and `loss_threshold` too. The verdict
+      is on the whole step.
+
+    Raises:
+      ValueError: if no record and no events have the name, or several have; for a statistic or a
+        field that is not kept; without `stat`, if a record keeps several and not the norm; if the
+        names of leaves are needed, and the state has lost them.
+      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optaxclip import monitor, scopes
+      >>> tx = monitor.record(scope=scopes.leaf(), stats=("norm", "max"))
+      >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([2.0])}
+      >>> _, state = tx.update(grads, tx.init(grads))
+      >>> print(history_names(state), history(state), history(state, stat="max"))
+      ('b', 'w') [[2. 5.]] [[2. 4.]]
+    """
+    state = _only_record(opt_state, name)
+    if isinstance(state, EventsState):
+        return _events(state, stat)
+    kept = sorted(state.last)
+    chosen = _select_stat(kept, stat)
+    _, rows = _rows(state.steps, state.ring)
+    return rows if len(kept) == 1 else rows[:, kept.index(chosen)]
+
+
+def _rows(steps: Any, *rings: Any) -> list[Any]:
+    """How many steps there were, and the rows of the last of them in each ring."""
+    steps, rings = fetch_to_host((unbox(steps), [unbox(ring) for ring in rings]), "history")
+    check_not_vmapped(steps, "history")
+    # The oldest row of a full ring is the one to be written next.
+    return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
+
+
+def _fields_of(judges: list[EventSource]) -> list[list[str]]:
+    """For each clip, skip and loss of a skip the names of its fields."""
+    found = []
+    for judge in judges:
+        front = "" if judge.name == judges[0].name else f"{judge.name}/"
+        kinds = (
+            ("loss", "loss_threshold")
+            if judge.is_loss
+            else ("norm", "threshold", "factor", "worst")
+        )
+        found.append([f"{front}{kind}" for kind in kinds])
+    return found
+
+
+def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[Any]]:
+    """The events, or one field of them."""
+    steps, numbers, marks = _rows(state.steps, state.numbers, state.flags)
+    judges = event_sources(state.inner_state)
+    found: dict[str, Any] = {
+        "step": np.arange(steps - len(marks), steps, dtype=np.int64),
+        "verdict": np.array(VERDICTS)[marks[:, 0]],
+    }
+    for i, (judge, fields) in enumerate(zip(judges, _fields_of(judges), strict=True)):
+        worst = marks[:, 1 + i]
+        names = judge.names if judge.has_entries else state.names
+        for number, field in enumerate(fields):
+            if not field.endswith("worst"):
+                found[field] = np.where(worst == NOT_RUN, np.nan, numbers[:, i, number])
+            elif stat in (None, field):
+                if not names and np.any(worst > 0):
+                    raise names_lost_error(
+                        f"the events of {judge.name} have lost the names of leaves"
+                    )
+                found[field] = np.array(["", *names])[np.maximum(worst, 0)]
+    if stat is not None:
+        return found[_check_stat(stat, list(found), "the events have")]
+    table = np.empty(len(marks), [(field, column.dtype) for field, column in found.items()])
+    for field, column in found.items():
+        table[field] = column
+    return table
+
+
+def _select_stat(kept: list[str], stat: str | None) -> str:
+    """The name of the statistic that the user asks for."""
+    if stat is None and (len(kept) == 1 or "norm" in kept):
+        return kept[0] if len(kept) == 1 else "norm"
+    return _check_stat(stat, kept, "the record keeps")
+
+
+def _check_stat(stat: str | None, kept: list[str], has: str) -> str:
+    if stat not in kept:
+        hint = did_you_mean(stat, kept) if isinstance(stat, str) else ""
+        raise ValueError(f"stat must be one of {kept}, which {has}; got {stat!r}{hint}")
+    return stat
+
+
+def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]:
+    """The names of the columns in `history`: those of groups or leaves, `("tree",)` or `("loss",)`.
+
+    For events they are the names of the fields.
+
+    Args:
+      opt_state: as in `history`.
+      name: as in `history`.
+
+    Returns:
+      A tuple with a name for each column of `history`.
+
+    Raises:
+      ValueError: if no record has the name, or several have.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optaxclip import scopes
+      >>> from optaxclip.monitor import record
+      >>> history_names(record(scope=scopes.leaf()).init({"w": jnp.zeros(2), "b": jnp.zeros(1)}))
+      ('b', 'w')
+    """
+    state = _only_record(opt_state, name)
+    if isinstance(state, EventsState):
+        fields = _fields_of(event_sources(state.inner_state))
+        return ("step", "verdict", *(field for each in fields for field in each))
+    if not state.names and unbox(state.ring).size:
+        raise names_lost_error("the record has lost the names of its groups")
+    return tuple(state.names)
+
+
+def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsState:
+    missing = (
+        "the state holds no record, and so no history: put monitor.record(window) into the chain, "
+        "in front of the clip for the raw norms, and pass the chain's state"
+    )
+    told = {"reader": "history", "what": "record", "missing": missing}
+    return find_one_state(opt_state, name, RecordState, EventsState, **told)

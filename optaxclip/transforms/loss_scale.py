@@ -1,0 +1,286 @@
+"""Scales a loss whose gradients are computed in float16 or fp8, and adapts the scale.
+
+The scale is a power of two, so that dividing gradients by it makes no rounding error. They are
+divided in float32: in float16 a quotient could underflow although the scaled gradient did not.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.core import Tracer
+
+import optaxclip._backend.memory as memory
+from optaxclip._backend.elementwise import scale_by_real
+from optaxclip._backend.global_view import Transformation, global_view, transformation
+from optaxclip._base.numerics import (
+    floor_pow2,
+    is_real,
+    match_weak_type,
+    reciprocal_pow2,
+    saturating_cast,
+)
+from optaxclip._base.state import check_state, register_state, safe_increment
+from optaxclip._base.trees import dtype_of, flatten, get_stored_values, is_sparse, replace_values
+from optaxclip._base.types import ClipInfo, PyTree
+from optaxclip._base.validation import check_int_or_scalar, short_repr
+from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip.transforms.skip import SkipState, check_inner, skip_wrapper
+
+
+@register_state
+class LossScaleState(NamedTuple):
+    """State of `scale_loss`.
+
+    Attributes:
+      loss_scale: float32[], the power of two that the next loss is multiplied by;
+        `optaxclip.monitor.loss_scale` reads it.
+      good_steps: int32[], how many steps in a row, up to the latest, had finite gradients and did
+        not change the scale.
+      skip: the `SkipState` of the skip around the optimizer; its `inner_state` is the optimizer's.
+    """
+
+    loss_scale: Array
+    good_steps: Array
+    skip: SkipState
+
+    @property
+    def info(self) -> ClipInfo:
+        """The record of the last step; its `norm` is of the gradients without the scale."""
+        return self.skip.info
+
+
+class _ScaleConfig(NamedTuple):
+    """The numbers that say how the scale changes; all but the interval are powers of two."""
+
+    growth_interval: Any
+    factor: Any
+    minimum: Any
+    maximum: Any
+
+
+@clip_factory(ShardingOptions)
+def scale_loss(
+    inner: optax.GradientTransformation,
+    *,
+    initial: float | Array = 2.0**15,
+    growth_interval: int | Array = 2000,
+    factor: float | Array = 2.0,
+    minimum: float | Array = 1.0,
+    maximum: float | Array = 2.0**24,
+    **options: Unpack[ShardingOptions],
+) -> Transformation[LossScaleState]:
+    """Scales the loss, so that float16 and fp8 gradients neither underflow nor overflow for long.
+
+    The step multiplies the loss by `optaxclip.monitor.loss_scale(opt_state)`; the update divides
+    the gradients by the same number before anything is measured. So thresholds, rules, skips and
+    records in `inner` see the gradients of the unscaled loss. If a gradient overflowed, the step is
+    skipped, as by `skip_nonfinite`, and the scale is divided by `factor`; after `growth_interval`
+    good steps in a row it is multiplied by `factor`. The scale stays between `minimum` and
+    `maximum`, because it could not come back from 0 or infinity.
+
+    `scale_loss` must be the outermost wrapper. A clip in front of it would measure scaled
+    gradients. Another skip or `optax.MultiSteps` around it would keep its state unchanged when the
+    scale has to fall; with `MultiSteps` inside, each microbatch counts as a step.
+    `accumulate.value_and_grad` needs `reject_rule=None`, so that a microbatch that overflowed is not
+    left out unnoticed, and no `clip`, which would measure scaled gradients.
+
+    Source: Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740. Except for
+    `maximum`, the scale changes as in jmp's `DynamicLossScale`; in Flax's `DynamicScale` it takes
+    one more good step to grow.
+
+    Args:
+      inner: the optimizer, with its clips.
+      initial: the scale of the first step; `optaxclip.monitor.dtype_fit` finds one from gradients
+        that were computed in float32, and says which layers do not fit the format at any scale.
+      growth_interval: after how many good steps in a row the scale grows.
+      factor: the number that the scale is multiplied or divided by.
+      minimum: the smallest scale. Gradients that are not finite at this scale would not be finite
+        without one: the steps are skipped, and `optaxclip.monitor.step_status` becomes "roll back".
+      maximum: the largest scale.
+      **options: those that all transformations share, `optaxclip.ShardingOptions`.
+
+    Returns:
+      A transformation with a `LossScaleState`. Gradients in float16 and fp8 go on in float32,
+      because these formats cannot hold the quotients. Parameters in these formats reach `inner` in
+      float32 too, so its moments are float32. If parameters are passed, the updates of such
+      parameters are rounded to their format; otherwise updates that came in float16 or fp8 leave in
+      float32. All other dtypes stay. A skipped step gives zero updates. Extra arguments are passed
+      on; a loss or a norm among them must not be scaled.
+
+    Raises:
+      ValueError: if `initial`, `factor`, `minimum` or `maximum` is not a power of two from 2**-126
+        to 2**126, if `factor` is not above 1, if `initial` is not between `minimum` and `maximum`,
+        or if `growth_interval` is less than 1.
+      TypeError: if one of these is not a number, or `inner` is not a transformation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optaxclip
+      >>> from optaxclip import monitor
+      >>> tx = optaxclip.scale_loss(optax.sgd(1.0), initial=2.0**16)
+      >>> def loss_fn(params, scale):
+      ...     loss = jnp.mean((params.astype(jnp.float16) * jnp.float16(1e-4)) ** 2)
+      ...     return loss.astype(jnp.float32) * scale
+      >>> params = jnp.ones(4)
+      >>> state = tx.init(params)
+      >>> for _ in range(2):
+      ...     grads = jax.grad(loss_fn)(params, monitor.loss_scale(state))
+      ...     updates, state = tx.update(grads, state, params)
+      ...     print(updates[0], monitor.loss_scale(state), monitor.step_was_applied(state))
+      0.0 32768.0 False
+      -5.00e-09 32768.0 True
+
+      In float16 the scale 2**16 is infinite, and without a scale the gradient 5e-9 is 0.
+    """
+    checked = Options.create(**options)
+    initial = _check_pow2(initial, "initial")
+    numbers = _ScaleConfig(
+        growth_interval=check_int_or_scalar(growth_interval, "growth_interval"),
+        factor=_check_pow2(factor, "factor"),
+        minimum=_check_pow2(minimum, "minimum"),
+        maximum=_check_pow2(maximum, "maximum"),
+    )
+    _check_order(initial, numbers)
+    skip = skip_wrapper(check_inner(inner), math.inf, None, options=checked)
+
+    def init(params: PyTree) -> LossScaleState:
+        return LossScaleState(
+            loss_scale=jnp.array(initial, jnp.float32),
+            good_steps=jnp.zeros((), jnp.int32),
+            skip=skip.init(_upcast_params(memory.put_on_device(params))),
+        )
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, LossScaleState]:
+        check_state(state, LossScaleState, checked.name, _MIGRATION_HINT, updates=updates)
+        flat, scale = flatten(updates, "updates"), round_to_pow2(state.loss_scale)
+        grads = flat.unflatten(_unscale(flat.inexact_leaves(), scale))
+        new, skip_state = skip.update(grads, state.skip, _upcast_params(params), **extra_args)
+        is_good = skip_state.info.factor > 0
+        loss_scale, good_steps = _next_scale(numbers, scale, state.good_steps, is_good)
+        return _round_updates(new, params), LossScaleState(
+            saturating_cast(loss_scale, jnp.result_type(state.loss_scale)), good_steps, skip_state
+        )
+
+    return transformation(init, update)
+
+
+_MIGRATION_HINT = (
+    "If the optimizer ran without a scale until now, put its state into a fresh one: "
+    "fresh = tx.init(params); opt_state = fresh._replace(skip=fresh.skip._replace("
+    "inner_state=old_opt_state))"
+)
+
+
+def round_to_pow2(loss_scale: Array) -> Array:
+    """The scale in a state, made a power of two in float32, because it may come from other code.
+
+    Scales of 0, and scales that are not finite, become 1.
+    """
+    return floor_pow2(jnp.asarray(loss_scale).astype(jnp.float32))
+
+
+@global_view()
+def _next_scale(
+    numbers: _ScaleConfig, scale: Array, good_steps: Array, is_good: Array
+) -> tuple[Array, Array]:
+    """The scale for the next step, and how many good steps there were since the scale changed."""
+    interval, *powers = numbers
+    factor, minimum, maximum = (jnp.asarray(x, jnp.float32) for x in powers)
+    good_steps = jnp.where(is_good, safe_increment(good_steps), 0)
+    grows = good_steps >= interval
+    by = jnp.where(grows, factor, jnp.where(is_good, 1, reciprocal_pow2(factor)))
+    return jnp.clip(scale * by, minimum, maximum), jnp.where(grows, 0, good_steps)
+
+
+@global_view(out_like="leaves")
+def _unscale(leaves: list[Any], scale: Array) -> list[Any]:
+    """The leaves divided by the scale, in float32 or wider."""
+    inverse = reciprocal_pow2(scale)
+    return [
+        replace_values(leaf, _product(jnp.asarray(get_stored_values(leaf)), inverse))
+        for leaf in leaves
+    ]
+
+
+# A compiled function of its own, so that it is traced once for leaves that are alike.
+@jax.jit
+def _product(x: Array, by: Array) -> Array:
+    wide = _upcast_aval(x)
+    product = scale_by_real(wide, by.astype(jnp.finfo(wide.dtype).dtype))
+    return match_weak_type(product, wide)
+
+
+@functools.cache
+def _is_narrow(dtype: Any) -> bool:
+    """Whether a float format has a smaller range than float32."""
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    return jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp
+
+
+def _upcast_aval(x: Any) -> Any:
+    """An array or its description, in float32 if its format has a smaller range."""
+    if not _is_narrow(dtype_of(x)):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=jnp.float32)
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def _upcast_params(params: PyTree) -> PyTree:
+    """Parameters, in float32 if their format has a smaller range."""
+    return jax.tree.map(
+        lambda x: replace_values(x, _upcast_aval(get_stored_values(x))), params, is_leaf=is_sparse
+    )
+
+
+def _round_updates(updates: PyTree, params: PyTree) -> PyTree:
+    """Updates, rounded to the format of their parameters if that has a smaller range."""
+    dtypes = [dtype_of(x) for x in jax.tree.leaves(params)]
+    if not any(map(_is_narrow, dtypes)):
+        return updates
+    flat, given = flatten(updates, "updates"), flatten(params, "params")
+    of_params = {given.paths[i]: given.leaves[i] for i in given.inexact_indices}
+
+    def round_leaf(i: int) -> Any:
+        leaf, dtype = flat.leaves[i], dtype_of(get_stored_values(of_params.get(flat.paths[i])))
+        return (
+            replace_values(leaf, get_stored_values(leaf).astype(dtype))
+            if _is_narrow(dtype)
+            else leaf
+        )
+
+    return flat.unflatten([round_leaf(i) for i in flat.inexact_indices])
+
+
+def _check_pow2(value: Any, argument: str) -> Any:
+    """`value`, checked to be a power of two; a traced value is rounded down to one."""
+    message = (
+        f"{argument} must be a power of two from 2.0**-126 to 2.0**126, got {short_repr(value)}"
+    )
+    if not is_real(value) or jnp.ndim(value):
+        raise TypeError(message)
+    if isinstance(value, Tracer):
+        return floor_pow2(value.astype(jnp.float32))
+    number = float(value)
+    if not (2.0**-126 <= number <= 2.0**126 and math.frexp(number)[0] == 0.5):
+        raise ValueError(f"{message}; by such a number gradients are divided without rounding")
+    return value if isinstance(value, Array) else number
+
+
+def _check_order(initial: Any, numbers: _ScaleConfig) -> None:
+    if any(isinstance(x, Tracer) for x in (initial, *numbers)):
+        return
+    if numbers.factor <= 1:
+        raise ValueError(f"factor must be above 1, such as 2.0, got {short_repr(numbers.factor)}")
+    if not numbers.minimum <= initial <= numbers.maximum:
+        raise ValueError(
+            f"initial must be between minimum and maximum, got initial={short_repr(initial)}, minimum="
+            f"{short_repr(numbers.minimum)}, maximum={short_repr(numbers.maximum)}"
+        )
