@@ -113,6 +113,8 @@ def _by_chance(item):
 
 def pytest_deselected(items):
     """Counts what the marker leaves out, but not beside what was asked not to run by `-k`."""
+    if not items:
+        return
     config = items[0].config
     if not config.option.keyword and all(item.get_closest_marker("slow") for item in items):
         config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
