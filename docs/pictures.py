@@ -35,7 +35,7 @@ from optaxclip.plots.style import legend_below
 DOCS = Path(__file__).parent
 STEPS, SEED = 600, 0
 SWEEP_STEPS = 200
-THRESHOLDS = np.geomspace(0.03, 1000.0, 10)
+THRESHOLDS = np.geomspace(0.03, 1000.0, 10).round(3).tolist()
 # In points and inches: on a phone, where a picture has 350 pixels, letters have 11. Two axes beside
 # each other would have no room for that.
 LETTERS, WIDTH = {"font.size": 13}, 5.6

@@ -67,7 +67,7 @@ TYPE_ERRORS = {
         f"{argument} must be an int of at least 1, got {wrong!r}": (
             lambda argument=argument, wrong=wrong: swept(**{argument: wrong})
         )
-        for argument in ("steps", "seeds", "parallel")
+        for argument in ("steps",)
         for wrong in (True, 5.0, "5")
     },
     **{
@@ -104,13 +104,11 @@ VALUE_ERRORS = {
     "thresholds must be positive numbers in one axis, got 1.0": lambda: tuning.sweep(
         init_fn, step_fn, 1.0, STEPS, key=0, data=DATA
     ),
-    "learning_rates must be positive": lambda: swept(learning_rates=[-1.0]),
     "steps must be an int of at least 1, got 0": lambda: swept(steps=0),
-    "parallel must be an int of at least 1, got 0": lambda: swept(parallel=0),
     r"at least the 60 steps, got a leaf of the shape \(\)": lambda: swept(data=[DATA, 1.0]),
     r"at least the 61 steps, got a leaf of the shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
-    r"data must hold an array with .* got None.*np\.arange\(60\)": lambda: swept(data=None),
-    r"data must hold an array with .* got \{\}.*np\.arange\(60\)": lambda: swept(data={}),
+    r"data must contain an array with .* got None.*np\.arange\(60\)": lambda: swept(data=None),
+    r"data must contain an array with .* got \{\}.*np\.arange\(60\)": lambda: swept(data={}),
     r"holds no record, and so no history: put monitor\.record\(window\) in": lambda: (
         monitor.history(without_record())
     ),

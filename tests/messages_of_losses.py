@@ -139,6 +139,11 @@ TYPE_ERRORS = {
     "is_padding must be bool": lambda: clip_sum(1.0, is_padding=jnp.zeros(2)),
 }
 VALUE_ERRORS = {
+    "keys of examples must be of a type .* got 'rbg'.* impl='threefry2x32'": lambda: (
+        per_example.clipped_grad(lambda w, key: w * jax.random.uniform(key), 1.0)(
+            1.0, jax.random.split(jax.random.key(0, impl="rbg"))
+        )
+    ),
     "microbatch_size must be an int of at least 1, got 0": lambda: made(microbatch_size=0),
     "batch_argnums=0 and argnums=0 both name the argument 0, wh": lambda: made(batch_argnums=0),
     r"batch_argnums=0 and argnums=\(0, 1\) .* the argument 0, wh": lambda: made(

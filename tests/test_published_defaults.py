@@ -8,7 +8,7 @@ import pytest
 from public_names import public
 
 import optaxclip
-from optaxclip import accumulate, monitor, ops, per_example, responses, scopes, thresholds, tuning
+from optaxclip import accumulate, monitor, ops, per_example, responses, scopes, thresholds
 
 FLOOR, PATIENCE, L2 = {"floor": 1e-8}, {"patience": 20}, {"norm": "l2"}
 ADAGC = {"lambda_rel": 1.04, "lambda_abs": 1.0, "beta": 0.99, "warmup_steps": 100}
@@ -132,7 +132,6 @@ OTHERS = [
     (scopes.leaf, {"stacked": 0}),
     (scopes.ensemble_member, {"axis": 0}),
     (scopes.unit, {"axis": None, "stacked": 0}),
-    (tuning.sweep, {"seeds": 1}),
 ]
 CASES = [
     *((getattr(thresholds, name), numbers) for name, numbers in THRESHOLDS.items()),

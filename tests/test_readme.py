@@ -83,6 +83,7 @@ def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
     few = ("no clipping", "clip_by_global_norm")
     methods = {name: pictures.demo.METHODS[name] for name in few}
     monkeypatch.setattr(pictures.demo, "METHODS", methods)
+    monkeypatch.setattr(pictures, "THRESHOLDS", [1.0, 3.0])
     # With a reader's settings: Optax's Adam needs them.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         pictures.main()

@@ -275,6 +275,18 @@ def place_on_mesh_of(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
+def retyped_like(like: PyTree, tree: PyTree) -> PyTree:
+    """`tree`, split over an explicit mesh as the types of `like` say."""
+
+    def retyped(like: Array, x: Array) -> Array:
+        sharding = getattr(jax.typeof(like), "sharding", None)
+        if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types or manual_axes():
+            return x
+        return jax.sharding.reshard(x, NamedSharding(sharding.mesh, sharding.spec))
+
+    return jax.tree.map(retyped, like, tree)
+
+
 def place_on_current_mesh(x: Array) -> Array:
     """A traced array, typed as lying on all devices of the explicit mesh that is set."""
     mesh = current_mesh()

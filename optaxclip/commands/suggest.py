@@ -1,20 +1,21 @@
 """The command `suggest`: suggests a threshold from a log of gradient norms."""
 
 import argparse
+import io
 import json
 import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+import optaxclip.tuning._read_log as read_log
+import optaxclip.tuning._suggest as suggest
 from optaxclip._base.optional_imports import install_command
-from optaxclip.tuning import Suggestion, suggest
-from optaxclip.tuning.files import parse_norms
-from optaxclip.tuning.suggesting import suggested
+from optaxclip.tuning import Suggestion
 
 HELP: str = "suggest a threshold from a log of gradient norms"
-NEEDS: tuple[str, ...] = ()
-EXTRA: str = "plot"
+NEEDS: tuple[str, ...] = ("pandas",)
+EXTRA: str = "logs"
 
 EXAMPLES = """examples:
   python -m optaxclip suggest trainer_state.json
@@ -27,15 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "file",
-        metavar="FILE",
+        "log",
+        metavar="LOG",
         help="a log with names and numbers (CSV, JSON, what a trainer prints), .npy, a TensorBoard "
         "event file or a directory of these; - for the standard input",
     )
     parser.add_argument(
         "--column",
         metavar="NAME",
-        help="column, key (a.b for b in the object a) or tag; by default what is plainly the norm",
+        help="column, key (a.b for b in the object a) or tag; needed if no name is plainly that of "
+        "the gradient norm",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="PICTURE", help="draw the norms, and their histogram"
@@ -46,12 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the suggestion, draws it if asked to; returns the exit code."""
     if args.plot and find_spec("matplotlib") is None:
-        raise argparse.ArgumentError(None, f"--plot needs matplotlib: {install_command(EXTRA)}")
+        raise argparse.ArgumentError(None, f"--plot needs matplotlib: {install_command('plot')}")
     picture = args.plot and _picture(args.plot)
-    suggestion = _suggestion(args.file, args.column)
+    suggestion, column = _suggestion(args.log, args.column)
     if picture:
         _draw(suggestion, picture)
-    print(json.dumps(suggestion.to_dict(), indent=2) if args.json else suggestion)
+    print(
+        json.dumps({"column": column} | suggestion.to_dict(), indent=2)
+        if args.json
+        else f"{suggestion}\nnote: the norms are those of {column!r}"
+    )
     if picture:
         print(f"picture: {picture}", file=sys.stderr if args.json else sys.stdout)
     return 0
@@ -65,16 +71,17 @@ def _picture(path: Path) -> Path:
     return path if path.suffix else path.with_name(f"{path.name}.png")
 
 
-def _suggestion(file: str, column: str | None) -> Suggestion:
+def _suggestion(log: str, column: str | None) -> tuple[Suggestion, str]:
+    """Returns the suggestion for a log, and the name of its column."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the same text is printed as notes
-            if file != "-":
-                return suggest(file, column=column)
-            return suggested(parse_norms(sys.stdin.buffer.read(), column, "the input"))
+            warnings.simplefilter("ignore", UserWarning)  # the suggestion prints them
+            source = io.StringIO(sys.stdin.read()) if log == "-" else log
+            norms = read_log(source, column)
+            return suggest(norms), str(norms.name)
     except OSError as error:
-        raise argparse.ArgumentError(None, f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
+        raise argparse.ArgumentError(None, f"cannot read {log}: {error.strerror}") from error
+    except (ImportError, ValueError) as error:
         message = str(error).replace("column=", "--column ")
         raise argparse.ArgumentError(None, message) from error
 

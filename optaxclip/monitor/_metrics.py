@@ -371,9 +371,10 @@ def json_line(
 ) -> str:
     """What `scalars` gives, as one line of valid JSON.
 
-    JSON has no name for NaN and infinities, so they are written as null. `optaxclip.tuning.suggest`
-    and `python -m optaxclip suggest` read a file of such lines, and take a norm that is null for
-    one that was not finite. The host waits for the device, as in `scalars`.
+    JSON has no name for NaN and infinities, so they are written as null.
+    `optaxclip.tuning._read_log` and `python -m optaxclip suggest` read a file of such lines, and
+    take a norm that is null for one that was not finite. The host waits for the device, as in
+    `scalars`.
 
     Args:
       opt_state: as in `read`.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 import optaxclip._backend.meshes as meshes
 from optaxclip._backend.global_view import Transformation, transformation
@@ -24,7 +25,7 @@ from optaxclip.per_example._clip_sum import (
     padding_flags,
     sum_tree,
 )
-from optaxclip.per_example._noise import add_noise, is_key, is_zero
+from optaxclip.per_example._noise import add_noise, is_key, is_zero, warn_of_shared_noise
 from optaxclip.per_example._quantile import QuantileThreshold, adjust_noise_multiplier
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
@@ -133,7 +134,7 @@ def per_example_clip_and_aggregate(
     reduction = check_choice(reduction, get_args(Reduction), "reduction")
 
     def init(params: PyTree) -> PerExampleState:
-        del params
+        warn_of_shared_noise(jax.tree.leaves(params), first_key)
         count, *of_step = (jnp.zeros((), jnp.int32) for _ in range(3))
         state = PerExampleState(count, first_key, rule.init() if rule else None, *of_step)
         return copy_arrays(state)
@@ -173,7 +174,9 @@ def per_example_clip_and_aggregate(
         total = sums.leaves
         if for_sum is not None:
             bound = clip.compute_thresholds(one)[2]
-            total = add_noise(total, for_sum, sum_multiplier.astype(bound.dtype) * bound)
+            total = add_noise(
+                total, flat.names(), for_sum, sum_multiplier.astype(bound.dtype) * bound
+            )
         if rule:
             counts = (sums.num_unclipped, examples)
             next_threshold = rule.update(state.threshold, *counts, for_count, batch_size=size)
@@ -251,6 +254,17 @@ def _divide_and_cast(leaves: list[Array], divisor: Array, example: FlatTree) -> 
     return [(x / divisor.astype(x.dtype)).astype(like.dtype) for x, like in pairs]
 
 
+def _key_from(seed: Any) -> Array:
+    """A key from an int, all of whose bits count; JAX 0.10.2 cuts Python ints to 32 bits."""
+    if isinstance(seed, Tracer) or -(2**31) <= int(seed) < 2**32:
+        return jax.random.key(seed)
+    low, rest = int(seed) & 0xFFFFFFFF, int(seed) >> 32
+    key = jax.random.key(low)
+    while rest not in (0, -1):
+        key, rest = jax.random.fold_in(key, np.uint32(rest & 0xFFFFFFFF)), rest >> 32
+    return key if int(seed) >= 0 else jax.random.fold_in(key, 0)
+
+
 def _check_key(key: Any, *, is_needed: bool) -> Array | None:
     if key is None:
         if is_needed:
@@ -261,7 +275,7 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
             )
         return None
     if np.shape(key) == () and is_real(key) and jnp.issubdtype(jnp.result_type(key), jnp.integer):
-        return jax.random.key(key)
+        return _key_from(key)
     if not is_key(key):
         raise TypeError(f"key must be one key from jax.random, or an int, got {key!r}")
     return jnp.asarray(key)

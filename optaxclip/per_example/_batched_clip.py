@@ -256,12 +256,13 @@ def _batched_layout(arrays: list[Array], grouping: Grouping, is_padding: Array) 
 
 @dataclasses.dataclass(frozen=True)
 class _Bounded:
-    """A response whose new norms are at most the targets."""
+    """A response whose new norms are from 0 to the targets."""
 
     response: Response
 
     def __call__(self, norm: Array, trigger: Array, target: Array) -> Array:
-        return jnp.minimum(self.response(norm, trigger, target), target)
+        # A negative norm would turn the example around, and add more than the target.
+        return jnp.minimum(jnp.maximum(self.response(norm, trigger, target), 0), target)
 
 
 def _make_batched_plan(grouping: Grouping, leaves: list[Array], examples: int) -> Plan:

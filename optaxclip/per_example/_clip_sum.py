@@ -223,7 +223,7 @@ def clip_sum(
       scope: which entries of an example share one norm, from `optaxclip.scopes`; all of them if
         None.
       response: "clip", "normalize", "smooth", "auto_s", or a function (see `optaxclip.responses`).
-        If its new norm is above the threshold, the threshold is used.
+        A new norm above the threshold becomes the threshold, and a negative one becomes 0.
       split: "uniform", `threshold / sqrt(K)` for each of `K` groups, or "size",
         `threshold * sqrt(D_i / D)` for a group of `D_i` of all `D` entries.
       is_padding: bool `[examples]`, which examples are padding and add nothing; None for none.

@@ -23,8 +23,15 @@ from optaxclip.per_example._clip_sum import (
     result_of,
     sensitivity_factor,
 )
-from optaxclip.per_example._example_loss import ExampleLoss, RunningSums, scan_microbatches
-from optaxclip.per_example.ghost.clip import check_scope, compute_clipped_sums, plan_for
+from optaxclip.per_example._example_loss import (
+    ExampleLoss,
+    RunningSums,
+    scan_microbatches,
+    with_retry,
+)
+from optaxclip.per_example._programs import mixes_examples
+from optaxclip.per_example.ghost.clip import check_scope, compute_clipped_sums
+from optaxclip.per_example.ghost.plan import GhostNormPlan
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 
@@ -56,17 +63,21 @@ class ClippedGrad:
         loss = ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(is_padding, loss.examples))
         measured = loss.local_params(batch, self.specs)
+        program, output = loss.program(measured)
+        is_mixing = mixes_examples(program.jaxpr)
         one, size = self._get_clipped_tree(loss.params), self.microbatch_size
         grouping, thresholds, bound = self.clip.compute_thresholds(one)
         if self.method == "ghost":
             check_scope(grouping, one)
-            plan = plan_for(loss, measured, roles.batch)
+            plan = GhostNormPlan.create(program, output, len(measured))
             size = plan.microbatch_size(loss.examples) if size is None else size
             groups = (grouping, thresholds, self.clip.response)
             step = functools.partial(compute_clipped_sums, plan, loss, measured, *groups)
         else:
-            step = functools.partial(_clip_microbatch, self, loss, measured, one)
+            step = functools.partial(_clip_microbatch, self, loss, measured, one, is_mixing)
         nothing = meshes.pvary_like(batch, RunningSums.zeros(one, grouping))
+        if is_mixing:
+            step = with_retry(step, nothing)
         sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, nothing)
         result = result_of(sums, one.replace_with_float0().unflatten(sums.leaves))
         return result._replace(losses=losses, aux=aux, bound=bound)
@@ -225,6 +236,7 @@ def _clip_microbatch(
     loss: ExampleLoss,
     measured: list[Any],
     one: FlatTree,
+    is_mixing: bool,
     batch: tuple[tuple[Any, ...], Array],
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Gradients of a microbatch, clipped and summed."""
@@ -234,7 +246,12 @@ def _clip_microbatch(
         value, leaves = loss.value_and_grad(measured, example)
         if grad_fn.transform is not None:
             made = grad_fn.transform(_gradient(loss.params, leaves))
+            is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
             leaves = flatten(made, "what pre_clipping_transform gives").inexact_leaves()
+            if is_mixing and is_padding.size > 1:
+                # Otherwise a transform that replaces NaN would hide what came from other examples.
+                is_known = functools.reduce(jnp.logical_and, is_finite, jnp.ones((), bool))
+                leaves = [jnp.where(is_known, leaf, jnp.nan) for leaf in leaves]
         return value, leaves
 
     value, leaves = jax.vmap(grad_of_example, in_axes=(None, 0))(measured, examples)

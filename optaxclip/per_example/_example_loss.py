@@ -12,6 +12,7 @@ from jax import Array, lax
 import optaxclip._backend.meshes as meshes
 from optaxclip._backend.leaf_shardings import check_examples_unsharded
 from optaxclip._backend.packing import arrange_by_layout
+from optaxclip._base.numerics import static_size_or_none
 from optaxclip._base.trees import FlatTree, Grouping, flatten
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip._base.validation import warn
@@ -26,6 +27,7 @@ from optaxclip._loss_arguments import (
     restore_batch_order,
 )
 from optaxclip.per_example._batched_clip import ClippedSums, sum_dtype
+from optaxclip.per_example._programs import refuse_shared_bits
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,25 +59,33 @@ class ExampleLoss:
     def local_params(self, batch: PyTree, specs: PyTree) -> list[Any]:
         """The parameters, typed so that each device has the gradients of its own examples.
 
-        Refused are parameters of which devices hold parts, or may hold them, and a loss that
-        exchanges data between devices.
+        Refused are parameters of which devices hold parts, or may hold them.
         """
         check_examples_unsharded(self.params, specs, of_examples=False, remedy=_REMEDY)
-        measured = meshes.pvary_like(batch, self.params.inexact_leaves())
-        found: set[str] = set()
+        return meshes.pvary_like(batch, self.params.inexact_leaves())
+
+    def program(self, measured: list[Any]) -> tuple[Any, Any]:
+        """The program of one example, of the parameters and the example, and its output's types.
+
+        Refused are programs in which an example depends on others.
+        """
+        traced = []
 
         def trace(example: Any) -> None:
-            found.update(meshes.collective_primitives(jax.make_jaxpr(self)(measured, example)))
+            traced.append(jax.make_jaxpr(self, return_shape=True)(measured, example))
 
-        if meshes.manual_axes():
-            jax.eval_shape(jax.vmap(trace, axis_size=self.examples), self.roles.batch)
+        # Under `vmap`, so that the example has the type that it will have there.
+        jax.eval_shape(jax.vmap(trace, axis_size=self.examples), self.roles.batch)
+        program, output = traced[0]
+        found = meshes.collective_primitives(program) if meshes.manual_axes() else frozenset[str]()
         if found:
             raise ValueError(
                 f"loss_fn exchanges data between devices, by {', '.join(sorted(found))}, so that "
                 "the gradient of one example depends on the examples of other devices, and the "
                 "threshold of one example bounds nothing: a BatchNorm needs axis_name=None"
             )
-        return measured
+        refuse_shared_bits(program.jaxpr, len(measured))
+        return program, output
 
     def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> Any:
         """Returns the loss of one example: a scalar, or with `has_aux` a pair."""
@@ -160,8 +170,12 @@ class RunningSums(NamedTuple):
         return cls(leaves, counts, zero, zero)
 
 
+Step = Callable[..., tuple[ClippedSums, Array, PyTree]]
+"""From a microbatch to its sums, its losses and its auxiliary outputs."""
+
+
 def scan_microbatches(
-    step: Callable[..., tuple[ClippedSums, Array, PyTree]],
+    step: Step,
     batch: PyTree,
     examples: int,
     size: int | None,
@@ -190,3 +204,56 @@ def scan_microbatches(
         in_order = jax.tree.map(concatenate_examples, in_order, (sums.norms, *each))
     norms, losses, aux = in_order
     return ClippedSums(norms=norms, **running._asdict()), losses, aux
+
+
+def with_retry(step: Step, zeros: RunningSums) -> Step:
+    """`step`, which takes the examples one at a time if one is not finite, and if that helps.
+
+    XLA (JAX 0.10.2) multiplies numbers of different examples by zeros in some convolutions, so that
+    one example that is not finite would drop all. If it drops none but itself, the first results
+    stay, bit for bit: the others must not be rounded differently because of it.
+    """
+
+    def run(batch: tuple[PyTree, Array]) -> tuple[ClippedSums, Array, PyTree]:
+        examples, first = batch[1].size, step(batch)
+        if static_size_or_none(examples) in (0, 1):
+            return first
+        are_finite = _are_finite(lax.stop_gradient(first[0].norms), examples)
+
+        def one_at_a_time() -> tuple[ClippedSums, Array, PyTree]:
+            alone = scan_microbatches(step, batch, examples, 1, zeros)
+            alone = meshes.retyped_like(first, alone)
+            helps = jnp.any(_are_finite(alone[0].norms, examples) & ~are_finite)
+            chosen = jax.tree.map(lambda x, y: jnp.where(helps, x, y), alone, first)
+            return meshes.pvary_like(batch, chosen)
+
+        return lax.cond(
+            _of_any(~jnp.all(are_finite)),
+            one_at_a_time,
+            lambda: meshes.pvary_like(batch, first),
+        )
+
+    return run
+
+
+def _are_finite(norms: NormTree, examples: int) -> Array:
+    """For each example, whether all its norms are finite; those of padding are 0."""
+    flags = jnp.ones(examples, bool)
+    for norm in jax.tree.leaves(norms):
+        flags &= jnp.all(jnp.isfinite(norm), tuple(range(1, norm.ndim)))
+    return flags
+
+
+@jax.custom_batching.custom_vmap
+def _of_any(flag: Array) -> Array:
+    """The flag; under `vmap`, whether it is set anywhere.
+
+    With a flag for each element of a `vmap`, `lax.cond` would always run both branches.
+    """
+    return flag
+
+
+@_of_any.def_vmap
+def _(size: int, is_batched: list[bool], flag: Array) -> tuple[Array, bool]:
+    del size, is_batched
+    return _of_any(jnp.any(flag, 0)), False

@@ -17,8 +17,15 @@ from optaxclip._loss_arguments import LossArguments, check_argnums
 from optaxclip.per_example._batched_clip import ClippedSums
 from optaxclip.per_example._clip_sum import ExampleClip, padding_flags
 from optaxclip.per_example._clipped_grad import Method, check_method
-from optaxclip.per_example._example_loss import ExampleLoss, RunningSums, scan_microbatches
-from optaxclip.per_example.ghost.clip import check_scope, compute_norms, format_plan, plan_for
+from optaxclip.per_example._example_loss import (
+    ExampleLoss,
+    RunningSums,
+    scan_microbatches,
+    with_retry,
+)
+from optaxclip.per_example._programs import mixes_examples
+from optaxclip.per_example.ghost.clip import check_scope, compute_norms, format_plan
+from optaxclip.per_example.ghost.plan import GhostNormPlan
 from optaxclip.scopes.leaves import Scope, resolve_scope
 
 
@@ -41,15 +48,18 @@ class GradNorms:
         loss = ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(None, loss.examples))
         measured = loss.local_params(batch, self.specs)
+        program, output = loss.program(measured)
         grouping, size = self.scope(loss.params), self.microbatch_size
         if self.method == "ghost":
             check_scope(grouping, loss.params)
-            plan = plan_for(loss, measured, roles.batch)
+            plan = GhostNormPlan.create(program, output, len(measured))
             size = plan.microbatch_size(loss.examples) if size is None else size
             step = functools.partial(compute_norms, plan, loss, measured, grouping)
         else:
             step = functools.partial(_microbatch_norms, loss, measured, self.scope)
         nothing = meshes.pvary_like(batch, RunningSums.empty())
+        if mixes_examples(program.jaxpr):
+            step = with_retry(step, nothing)
         sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, nothing)
         return (sums.norms, losses, aux) if self.has_aux else (sums.norms, losses)
 
@@ -199,5 +209,6 @@ def explain(
     has_aux = check_bool(has_aux, "has_aux")
     roles = LossArguments.split(args, *check_argnums(argnums, batch_argnums))
     loss = ExampleLoss.create(loss_fn, has_aux, roles, keywords)
-    plan = plan_for(loss, loss.params.inexact_leaves(), roles.batch)
+    measured = loss.params.inexact_leaves()
+    plan = GhostNormPlan.create(*loss.program(measured), len(measured))
     return format_plan(plan, loss.params.names())

@@ -1,5 +1,6 @@
 """Gaussian noise on a sum of clipped examples, and the noisy mean."""
 
+import zlib
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import optaxclip._backend.meshes as meshes
 from optaxclip._base.numerics import split_complex
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip._base.validation import short_repr
+from optaxclip._base.validation import short_repr, warn
 from optaxclip.per_example._batched_clip import sum_dtype
 from optaxclip.per_example._clip_sum import PerExampleResult, sensitivity_factor
 from optaxclip.thresholds.adaptive import cast_to_float32, check_minimum
@@ -93,22 +94,55 @@ def noisy_mean(
         _check_bounded(noise_multiplier, "noise_multiplier")
         bound = jnp.asarray(_check_bound(result.bound))
         std = cast_to_float32(noise_multiplier).astype(bound.dtype) * (change * bound)
-        leaves = add_noise(leaves, _check_key(key, leaves), std)
+        leaves = add_noise(leaves, flat.names(), _check_key(key, leaves), std)
     size = cast_to_float32(batch_size)
     return flat.unflatten([leaf / size.astype(leaf.dtype) for leaf in leaves])
 
 
-def add_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
-    """The leaves with independent Gaussian noise on all entries, and on both parts if complex."""
+def add_noise(leaves: list[Array], names: list[str], key: Array, std: Array) -> list[Array]:
+    """The leaves with independent Gaussian noise on all entries, and on both parts if complex.
+
+    Noise depends on the leaves' names, so that stages of `optax.partition`, which have different
+    leaves, get different noise from equal keys.
+    """
+    warn_of_shared_noise(leaves, key)
+    keys = jax.random.split(key, max(len(leaves), 1))
     noisy = []
-    for leaf, leaf_key in zip(leaves, jax.random.split(key, max(len(leaves), 1)), strict=False):
+    for leaf, name, leaf_key in zip(leaves, names, keys, strict=False):
+        named_key = jax.random.fold_in(leaf_key, np.uint32(zlib.crc32(name.encode())))
         parts = split_complex(leaf)
         noisy_parts = [
             part + std.astype(part.dtype) * jax.random.normal(part_key, part.shape, part.dtype)
-            for part, part_key in zip(parts, jax.random.split(leaf_key, len(parts)), strict=True)
+            for part, part_key in zip(parts, jax.random.split(named_key, len(parts)), strict=True)
         ]
         noisy.append(jax.lax.complex(*noisy_parts) if len(parts) > 1 else noisy_parts[0])
     return noisy
+
+
+def warn_of_shared_noise(leaves: list[Any], key: Any) -> None:
+    """Warns under `vmap` if arrays have its axis and the key has not: all would get one noise."""
+    traced = [x for x in leaves if isinstance(x, Tracer)]
+    if key is not None and traced:
+        _with_key(traced, key)
+
+
+@jax.custom_batching.custom_vmap
+def _with_key(leaves: list[Array], key: Array) -> list[Array]:
+    del key
+    return leaves
+
+
+@_with_key.def_vmap
+def _(size: int, is_batched: list[Any], leaves: list[Array], key: Array) -> Any:
+    del key
+    flags, of_key = is_batched
+    if size > 1 and any(flags) and not of_key:
+        warn(
+            f"key is the same for all {size} elements of a vmap, so that all get the same noise, "
+            "which cancels in their differences. Pass a key for each: jax.vmap over "
+            "jax.random.split(key, number) too, and make the transformation from it"
+        )
+    return leaves, flags
 
 
 def is_zero(number: Any) -> bool:

@@ -15,8 +15,7 @@ from optaxclip.plots.style import (
     new_axes,
     plot_line,
 )
-from optaxclip.tuning.suggesting import Suggestion
-from optaxclip.tuning.sweeping import SweepResult
+from optaxclip.tuning import Suggestion, SweepResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +38,7 @@ def norms_over_steps(
     a suggestion, triangles mark only steps after the warm-up, because only these are counted.
 
     Args:
-      norms: the raw norms, float[n]; or what `optaxclip.tuning.suggest` returned, with its threshold.
+      norms: the raw norms, float[n]; or what `optaxclip.tuning._suggest` returned, with its threshold.
       threshold: one threshold, or the threshold of each step, float[n]; it need not be the run's own threshold. An
         infinite threshold is not drawn.
       steps: the step of each norm, int[n]; if None, those of the suggestion, or 0, 1, ...
@@ -67,6 +66,8 @@ def norms_over_steps(
         steps = suggestion.steps if steps is None else steps
     x, y = curve(norms, steps, "norms")
     bound = None if threshold is None else np.asarray(threshold, np.float64)
+    if suggestion is not None and suggestion.recommendation == "none":
+        bound = None
     if bound is not None and bound.shape not in ((), y.shape):
         what = f"one, or one for each of {len(y)} norms"
         raise ValueError(f"threshold must be {what}, got the shape {bound.shape}")
@@ -82,7 +83,7 @@ def norms_over_steps(
         above = finite & (y > bound)
         label = f"threshold {bound:.3g}" if bound.ndim == 0 else "threshold"
         if suggestion is not None:
-            above, label = above & suggestion.counted, _label(suggestion)
+            above, label = above & suggestion.is_used, _label(suggestion)
         _mark_above(axes, x, y, above)
         line = np.broadcast_to(np.where(np.isfinite(bound), bound, np.nan), y.shape)
         plot_line(axes, x, line, "--", color=BLUE, linewidth=1.6, label=label)
@@ -99,7 +100,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     norms above the threshold that are not spikes; there are such norms if the level of the norms moves.
 
     Args:
-      suggestion: what `optaxclip.tuning.suggest` returned.
+      suggestion: what `optaxclip.tuning._suggest` returned.
       ax: where to draw.
 
     Raises:
@@ -114,32 +115,35 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
       >>> print(ax.get_legend_handles_labels()[1][1:])
       ['ordinary (498)', 'spikes (2)']
     """
-    check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
+    check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning._suggest")
     axes = new_axes(ax)
-    norms = suggestion.norms
-    spikes, counted = suggestion.is_spike, suggestion.counted
-    above = norms > suggestion.threshold
+    norms, threshold = suggestion.norms, suggestion.threshold
+    spikes, used = suggestion.is_spike, suggestion.is_used
+    above = norms > threshold
     parts = (
-        ("ordinary", counted & ~spikes & ~above, {"color": "0.7"}),
-        ("above the threshold, no spikes", counted & ~spikes & above, {"color": PALE_ORANGE}),
+        ("ordinary", used & ~spikes & ~above, {"color": "0.7"}),
+        ("above the threshold, no spikes", used & ~spikes & above, {"color": PALE_ORANGE}),
         ("spikes", spikes, {"color": ORANGE, "hatch": "////", "edgecolor": "white"}),
     )
-    draw_bars(axes, norms, bin_edges(norms[counted], suggestion.threshold), parts)
-    draw_threshold(axes, suggestion.threshold, _label(suggestion))
+    has_threshold = suggestion.recommendation != "none"
+    center = threshold if has_threshold else suggestion.typical_norm
+    draw_bars(axes, norms, bin_edges(norms[used], center), parts)
+    if has_threshold:
+        draw_threshold(axes, threshold, _label(suggestion))
     after = " after the warm-up" if suggestion.warmup_steps else ""
     axes.set_ylabel(f"number of steps{after}")
     return finish_axes(axes, "gradient norm", legend=ax is None)
 
 
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
-    """Draws the final loss for each threshold, at the best learning rate, with a dot for each seed.
+    """Draws the final loss for each threshold.
 
     Crosses at the top are diverged runs: at the end their loss was not finite, or above its first
     value. A bar is the noise within which a loss counts as equal to the best loss, the dotted line:
     the suggested threshold is the largest whose bar reaches down to it.
 
     Args:
-      result: what `optaxclip.tuning.sweep` returned.
+      result: what `optaxclip.tuning._sweep` returned.
       ax: where to draw.
 
     Raises:
@@ -158,32 +162,25 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
       >>> print(ax.get_legend_handles_labels()[1][1:3])
       ['the best loss', 'suggested threshold 0.01']
     """
-    check_instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
+    check_instance(result, SweepResult, "result", "optaxclip.tuning._sweep")
     axes = new_axes(ax)
-    final, diverged = result.by_threshold(result.final_loss), result.by_threshold(result.diverged)
-    losses = np.where(diverged, np.nan, final)
     axes.set_xscale("log")
-    every = np.broadcast_to(result.thresholds[:, None], losses.shape)
-    counts = np.maximum(np.sum(~diverged, axis=1), 1)
-    means = np.where(diverged.all(axis=1), np.nan, np.nansum(losses, axis=1) / counts)
-    label = "final loss" if losses.shape[1] == 1 else "final loss, mean of the seeds"
-    axes.plot(result.thresholds, means, "o-", color="0.35", linewidth=1.4, label=label)
-    if losses.shape[1] > 1:
-        axes.plot(every.ravel(), losses.ravel(), ".", color="0.35", markersize=4, label="_")
-    is_finite = np.isfinite(final.mean(axis=1))
-    if is_finite.any():
-        noises = np.stack([result.noises[is_finite], np.zeros(is_finite.sum())])
+    losses = np.where(result.diverged, np.nan, result.final_loss)
+    style = {"color": "0.35", "linewidth": 1.4}
+    axes.plot(result.thresholds, losses, "o-", label="final loss", **style)
+    if not result.diverged.all():
+        good = ~result.diverged
+        noises = np.stack([result.loss_noise[good], np.zeros(good.sum())])
         look = {"fmt": "none", "ecolor": BLUE, "elinewidth": 1.2, "capsize": 4}
         label = "noise: as good as the best if it reaches that line"
-        axes.errorbar(result.thresholds[is_finite], means[is_finite], noises, label=label, **look)
-        best = means[is_finite].min()
+        axes.errorbar(result.thresholds[good], losses[good], noises, label=label, **look)
+        best = losses[good].min()
         axes.axhline(best, color=BLUE, linewidth=0.8, linestyle=":", label="the best loss")
-    if np.isfinite(result.threshold):
         label = f"suggested threshold {result.threshold:.3g}"
         axes.axvline(result.threshold, color=BLUE, linestyle="--", linewidth=1.6, label=label)
-    if diverged.any():
+    if result.diverged.any():
         label = "diverged: not finite, or above the first loss"
-        mark_off_scale(axes, every[diverged], label=label)
+        mark_off_scale(axes, result.thresholds[result.diverged], label=label)
     if result.diverged.all():
         axes.set_yticks([])
     axes.set_ylabel("final loss")
@@ -191,8 +188,9 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
 
 
 def _label(suggestion: Suggestion) -> str:
-    """The label of a suggestion's threshold, by its verdict."""
-    return f"{suggestion.words.line}threshold {suggestion.threshold:g}, clips {suggestion.share_clipped:.1%}"
+    """The label of a suggestion's threshold."""
+    kind = "best constant " if suggestion.recommendation == "adaptive" else ""
+    return f"{kind}threshold {suggestion.threshold:g}, clips {suggestion.clipped_fraction:.1%}"
 
 
 def bin_edges(norms: Numbers, threshold: float) -> Numbers:

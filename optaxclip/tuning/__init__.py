@@ -1,15 +1,14 @@
-"""Finding a threshold: `suggest` one from recorded norms, or try many in one compiled program.
+"""Choosing a threshold: read a log, get a suggestion, or try many thresholds in one program.
 
-`suggest` takes the norms that `optaxclip.monitor.record` kept::
+`suggest` uses the norms that `optaxclip.monitor.record` kept, or those of a log::
 
-  norms = optaxclip.monitor.history(opt_state)
-  print(optaxclip.tuning.suggest(norms))
-
-`sweep` trains with several thresholds, and names the largest one that is as good as the best.
+  print(optaxclip.tuning.suggest(optaxclip.monitor.history(opt_state)))
+  print(optaxclip.tuning.suggest(optaxclip.tuning.read_log("trainer_state.json")))
 """
 
-from optaxclip.tuning.suggesting import Alternative as Alternative
-from optaxclip.tuning.suggesting import Suggestion as Suggestion
-from optaxclip.tuning.suggesting import suggest as suggest
-from optaxclip.tuning.sweeping import SweepResult as SweepResult
-from optaxclip.tuning.sweeping import sweep as sweep
+from optaxclip.tuning._read_log import read_log as read_log
+from optaxclip.tuning._suggest import Alternative as Alternative
+from optaxclip.tuning._suggest import Suggestion as Suggestion
+from optaxclip.tuning._suggest import suggest as suggest
+from optaxclip.tuning._sweep import SweepResult as SweepResult
+from optaxclip.tuning._sweep import sweep as sweep

@@ -1,7 +1,6 @@
 """What is called in a wrong way after it was made right: the message says what to do."""
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -9,7 +8,6 @@ from methods_table import GRADS, METHODS, PARAMS
 
 import optaxclip
 from optaxclip import monitor, scopes, skip_above, thresholds
-from optaxclip.tuning import SweepResult
 
 
 @pytest.mark.by_day(20)
@@ -78,13 +76,6 @@ def test_a_record_of_a_tree_whose_leaves_are_missing_is_the_same_record():
     tx.update(GRADS | {"b": None}, state)
     unit = monitor.record(3, scope=scopes.unit())
     unit.update(GRADS, unit.init(GRADS))
-
-
-def test_more_seeds_are_asked_for_as_each_caller_can_pass_them():
-    row, one = np.ones((1, 10)), np.ones(1)
-    result = SweepResult(one, None, row, row, row, one, one > 2, 0.1, 1.0, None, one)
-    assert "pass seeds=3 or more" in str(result)
-    assert "pass --seeds 3 or more" in result.table(more_seeds="--seeds 3")
 
 
 ITERATORS = {

@@ -88,8 +88,10 @@ def test_suggest_reads_a_log_of_such_lines(tmp_path):
         state = update(jnp.float32(norm), state)[1]
         lines.append(monitor.json_line(state, step=step, loss=1.0))
     (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    pytest.importorskip("pandas")
+    series = tuning.read_log(tmp_path / "log.jsonl")
+    assert series.name == "record/norm"
     with pytest.warns(UserWarning, match="only 58 norms"):
-        found = tuning.suggest(tmp_path / "log.jsonl")
-    assert found.column == "record/norm"
+        found = tuning.suggest(series)
     assert found.num_nonfinite == 2
     np.testing.assert_array_equal(found.norms, np.where(np.isfinite(norms), norms, np.nan))

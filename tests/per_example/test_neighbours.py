@@ -194,3 +194,21 @@ def test_an_example_that_loses_digits_does_not_change_the_others(method):
     # The sum of a thousand examples is rounded.
     assert np.linalg.norm(change) <= 0.156 * 1.001
     np.testing.assert_array_equal(with_it.norms[:-1], without.norms[:-1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_negative_new_norm_adds_nothing(method):
+    """It once added 575 thresholds."""
+
+    def response(norm, trigger, target):
+        del trigger
+        return norm * (1 - norm / (4 * target))
+
+    x = np.array([[30.0, 40.0], [0.0, 0.5]], np.float32)
+    clip = per_example.clipped_grad(jnp.vdot, 1.0, response=response, method=method)
+    expected = [0, 0.5 * (1 - 0.5 / 4)]
+    for found in (
+        per_example.clip_sum(x, 1.0, response=response),
+        clip(np.zeros(2, np.float32), x),
+    ):
+        np.testing.assert_allclose(found.grads, expected, rtol=1e-4)

@@ -90,7 +90,8 @@ def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
     norms = norms / np.sqrt(1 if task.noise is None else task.examples)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a doubt about a short run
-        suggested = tuning.suggest(norms).threshold
+        found = tuning.suggest(norms)
+        suggested = np.inf if found.recommendation == "none" else found.threshold
     by_rate = {float(rate): float(loss) for rate, loss in zip(grid, losses, strict=True)}
     return Found(edge, by_rate, float(np.median(norms)), float(suggested))
 

@@ -76,17 +76,6 @@ def _format_bytes(number: float) -> str:
     return f"{number:.4g} GiB"
 
 
-def plan_for(loss: ExampleLoss, measured: list[Any], batch: Any) -> GhostNormPlan:
-    """The plan for the norms of this loss, for any number of examples."""
-    plans = []
-
-    def trace(example: Any) -> None:
-        plans.append(GhostNormPlan.create(loss, measured, example))
-
-    jax.eval_shape(jax.vmap(trace, axis_size=loss.examples), batch)
-    return plans[0]
-
-
 def check_scope(grouping: Grouping, one: FlatTree) -> None:
     """Refuses groups that are parts of a leaf."""
     for name, leaf, axes in zip(one.names(), one.inexact_leaves(), grouping.axes, strict=True):

@@ -24,7 +24,7 @@ class ReshapeOp(NamedTuple):
         """The moved entries, with a leading axis for each loop that slices the parameter."""
 
         def apply_reshape(x: Array) -> Array:
-            return primitives.apply(self.eqn, [x])[self.output]
+            return primitives.move(self.eqn, x)[self.output]
 
         for _ in range(self.depth):
             apply_reshape = jax.vmap(apply_reshape)

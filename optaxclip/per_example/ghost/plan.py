@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -115,10 +114,9 @@ class GhostNormPlan:
         return frozenset(i for i, parts in rows if {part.way for part in parts} == {"direct"})
 
     @classmethod
-    def create(cls, loss: Callable[..., Any], params: list[Any], example: Any) -> "GhostNormPlan":
-        """The plan for a loss, which is a function of the parameters and of one example."""
-        closed, output = jax.make_jaxpr(loss, return_shape=True)(params, example)
-        jaxpr, count = closed.jaxpr, len(params)
+    def create(cls, closed: Any, output: Any, count: int) -> "GhostNormPlan":
+        """The plan for a loss, a program of so many parameters and of one example."""
+        jaxpr = closed.jaxpr
         mesh = primitives.mesh_of(jaxpr.outvars[0].aval)
         dense: dict[int, str] = {}
         for i, variable in enumerate(jaxpr.invars[:count]):

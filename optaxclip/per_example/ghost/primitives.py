@@ -72,6 +72,16 @@ def apply(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return run(sub_jaxpr([eqn], list(known), eqn.outvars), (), list(known.values()))
 
 
+def move(eqn: Any, x: Array) -> list[Array]:
+    """The outputs of an equation of `MOVES`, on any mesh.
+
+    A program keeps the mesh on which it was traced, whose explicit axes may be automatic here.
+    """
+    params = {name: None if name == "sharding" else value for name, value in eqn.params.items()}
+    found = eqn.primitive.bind(x, **params)
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
 def inner(eqn: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
     """The program inside of a call, a checkpoint or a scan, and its constants."""
     found = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]

@@ -12,7 +12,7 @@ from jax import lax
 
 from optaxclip._loss_arguments import LossArguments
 from optaxclip.per_example._example_loss import ExampleLoss
-from optaxclip.per_example.ghost.clip import plan_for
+from optaxclip.per_example.ghost.plan import GhostNormPlan
 
 EXAMPLES = 5
 
@@ -32,7 +32,8 @@ def ids(*shape, high):
 def planned(loss, params, *batch):
     """The call of a loss, and how the norms of its parameters are found."""
     call = ExampleLoss.create(loss, False, LossArguments.split((params, *batch), 0, None), {})
-    return call, plan_for(call, call.params.inexact_leaves(), batch)
+    measured = call.params.inexact_leaves()
+    return call, GhostNormPlan.create(*call.program(measured), len(measured))
 
 
 def squares(y):

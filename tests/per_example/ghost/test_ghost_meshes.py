@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optaxclip import per_example
 
+METHODS = ("ghost", "vmap")
 RNG = np.random.default_rng(0)
 SHAPES = {"b": (64,), "e": (64, 64), "l": (2, 64, 64), "v": (64, 8)}
 PARAMS = {name: RNG.normal(size=x).astype(np.float32) / 8 for name, x in SHAPES.items()}
@@ -116,3 +117,28 @@ def test_over_seeds():
     found = jax.jit(jax.vmap(clipped(loss_fn, 8), (0, None, None)))(seeds, *BATCH)
     assert_expected(jax.tree.map(lambda x: x[0], found))
     assert np.all(found.norms[0] != found.norms[1])
+
+
+def test_moved_parameters_on_mesh_with_two_axes():
+    """Their programs name a mesh whose axes are explicit, and automatic inside of the sums."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    rng = np.random.default_rng(3)
+    params = {name: rng.normal(size=(8, 8)).astype(np.float32) for name in "ew"}
+    batch = rng.integers(0, 8, (14, 4)), rng.normal(size=(14, 8)).astype(np.float32)
+
+    def loss(params, x, y):
+        h = jnp.tanh(params["e"].at[x].get(out_sharding=PartitionSpec()))
+        w = params["w"].T.reshape(2, 4, 8)[::-1].reshape(8, 8)
+        return jnp.mean(jnp.square(h @ w - y[None]))
+
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, PartitionSpec("a")) for x in batch]
+        params = jax.device_put(params, PartitionSpec())
+        for size in (None, 3):
+            options = {"microbatch_size": size}
+            clips = [per_example.clipped_grad(loss, 0.1, method=m, **options) for m in METHODS]
+            ghost, vmap = jax.jit(lambda *args, fns=clips: [fn(*args) for fn in fns])(
+                params, *placed
+            )
+            for name in "ew":
+                np.testing.assert_allclose(ghost.grads[name], vmap.grads[name], atol=1e-3)

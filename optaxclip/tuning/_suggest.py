@@ -1,0 +1,399 @@
+"""Suggests a threshold from recorded norms."""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optaxclip._base.host import ArrayLike
+from optaxclip._base.validation import short_repr, validate_call, warn
+from optaxclip.transforms.adaptive import adagc, clip_by_window_norm, zclip
+from optaxclip.tuning._levels import FAR, Flags, Floats, Regime, Shape, analyze, running_median
+
+Steps: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Recommendation: TypeAlias = Literal["constant", "adaptive", "none"]
+
+MIN_NORMS, ENOUGH_NORMS = 10, 100
+EXPLOSION = 20.0
+"""In a run that learns, the level rises by less than this factor after the warm-up."""
+RISE_BEFORE_COLLAPSE, COLLAPSE = 5.0, 50.0
+"""A run is lost if its level rises by the first factor and then falls this far below its start."""
+PILE_FRACTION, PILE_RATIO = 0.1, 3.0
+"""Norms are already clipped if more than this fraction is within a thousandth of the largest norm,
+and the next most common value is at most a third as common."""
+START_FRACTION = 0.05
+MAX_REPLAYED = 10_000  # methods are replayed on at most so many of the last norms
+
+Method: TypeAlias = tuple[str, Callable[[], optax.GradientTransformation]]
+TUNING_FREE: Method = ("adagc()", adagc)
+"""The recommended line without anything to choose: its code, and a function that makes it."""
+ADAPTIVE: dict[Regime, Method] = {
+    "stationary": ("zclip()", zclip),
+    "drifting": ("zclip()", zclip),
+    "stepped": ("clip_by_window_norm()", clip_by_window_norm),
+}
+
+
+class Alternative(NamedTuple):
+    """Another way to clip.
+
+    Attributes:
+      call: the code that makes it.
+      clipped_fraction: the fraction of norms that it would have clipped, of those that are used.
+      reason: the reason, in a few words.
+    """
+
+    call: str
+    clipped_fraction: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Suggestion:
+    """A threshold for recorded norms, with reasons. `print` it to read it all.
+
+    Attributes:
+      recommendation: "constant": clip at `threshold`. "adaptive": use the method `adaptive`,
+        because the level moves too far for one threshold. "none": the norms show no good threshold,
+        and `warnings` says why.
+      threshold: the best constant threshold. NaN if the recommendation is "none".
+      regime: how the level of the norms moves after the warm-up: "stationary", "drifting" or
+        "stepped".
+      level_ratio: the highest level after the warm-up divided by the lowest. 1 if it is stationary.
+      warmup_steps: the number of first norms that are unlike all later ones, at most a tenth.
+      typical_norm: the median of the ordinary norms after the warm-up.
+      spread: the standard deviation of the logarithms of ordinary norms above their level.
+      warnings: reasons not to trust the suggestion. Empty if there are none.
+      notes: further facts and advice.
+      num_nonfinite: the number of norms that are NaN or infinite.
+      num_zeros: the number of norms that are zero.
+      norms: float64[n], all norms.
+      steps: int64[n], their steps.
+      is_spike: bool[n], the norms after the warm-up that stand out from their level.
+    """
+
+    recommendation: Recommendation
+    threshold: float
+    regime: Regime
+    level_ratio: float
+    warmup_steps: int
+    typical_norm: float
+    spread: float
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    num_nonfinite: int
+    num_zeros: int
+    norms: Floats = dataclasses.field(repr=False)
+    steps: Steps = dataclasses.field(repr=False)
+    is_spike: Flags = dataclasses.field(repr=False)
+
+    @property
+    def is_used(self) -> Flags:
+        """bool[n]: the finite positive norms after the warm-up. Fractions are of these norms."""
+        is_settled = np.arange(len(self.norms)) >= self.warmup_steps
+        return is_settled & np.isfinite(self.norms) & (self.norms > 0)
+
+    @property
+    def spikes(self) -> Steps:
+        """int64[spikes]: the steps of the spikes."""
+        return self.steps[self.is_spike]
+
+    @property
+    def clipped_fraction(self) -> float:
+        """The fraction of norms above the threshold."""
+        return float(np.mean(self.norms[self.is_used] > self.threshold))
+
+    @functools.cached_property
+    def adaptive(self) -> Alternative:
+        """The adaptive method that suits the regime."""
+        fraction, _ = self._replay(ADAPTIVE[self.regime])
+        return Alternative(ADAPTIVE[self.regime][0], fraction, f"for {self.regime} norms")
+
+    @functools.cached_property
+    def tuning_free(self) -> Alternative:
+        """The method without anything to choose, for adaptive optimizers."""
+        fraction, last = self._replay(TUNING_FREE)
+        reason = f"nothing to choose, its threshold ends at {last:.3g}"
+        return Alternative(TUNING_FREE[0], fraction, reason)
+
+    def __str__(self) -> str:
+        """Lines to read."""
+        doubt = ", in doubt" if self.warnings else ""
+        title, constant, adaptive = {
+            "constant": (f"threshold {self.threshold:g}{doubt}", "suggested", "adaptive"),
+            "adaptive": (
+                f"{self.adaptive.call}{doubt}, because no constant threshold suits a level that "
+                f"moves by a factor of {self.level_ratio:.3g}",
+                "the best constant threshold",
+                "suggested",
+            ),
+            "none": ("no threshold", "", "adaptive"),
+        }[self.recommendation]
+        moved = "" if self.regime == "stationary" else f" by a factor of {self.level_ratio:.3g}"
+        sizes = self.norms[self.is_spike]
+        of_spikes = f", from {sizes.min():.3g} to {sizes.max():.3g}" if sizes.size else ""
+        found = (
+            f"{len(self.norms)} norms, {self.num_nonfinite} of them non-finite, {self.num_zeros} "
+            f"zero; {self.warmup_steps} of warm-up; the level is {self.regime}{moved}",
+            f"typical norm {self.typical_norm:.3g}, most within a factor of "
+            f"{math.exp(self.spread):.2f} of their level; spikes: {len(sizes)}{of_spikes}",
+        )
+        rows = [
+            Alternative(
+                f"clip_by_global_norm({self.threshold:g})", self.clipped_fraction, constant
+            ),
+            self.adaptive._replace(reason=f"{adaptive}, {self.adaptive.reason}"),
+            self.tuning_free,
+        ]
+        if self.recommendation == "none":
+            rows = []
+        width = max((len(row.call) for row in rows), default=0)
+        return "\n".join(
+            (
+                title,
+                *(f"warning: {warning}" for warning in self.warnings),
+                *found,
+                *(f"  {call:<{width}}  clips {part:6.1%}  {why}" for call, part, why in rows),
+                *(f"note: {note}" for note in self.notes),
+            )
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields except the norms and steps, in Python's own types, ready for JSON."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["norms"], fields["steps"], fields["is_spike"]
+        return fields | {
+            "threshold": None if math.isnan(self.threshold) else self.threshold,
+            "clipped_fraction": self.clipped_fraction,
+            "spikes": self.spikes.tolist(),
+            "num_used": int(self.is_used.sum()),
+            "adaptive": self.adaptive._asdict(),
+            "tuning_free": self.tuning_free._asdict(),
+        }
+
+    def _replay(self, method: Method) -> tuple[float, float]:
+        """Returns the fraction of used norms that a method clips, and its last threshold."""
+        is_positive = np.isfinite(self.norms) & (self.norms > 0)
+        last = self.norms[is_positive][-MAX_REPLAYED:]
+        unit = float(np.median(last))  # norms of any size become ordinary float32 numbers
+        # A power of two as the length, so that few programs are compiled. The zeros come last.
+        padded = np.zeros(max(1 << (len(last) - 1).bit_length(), 64), np.float32)
+        padded[: len(last)] = np.minimum(last / unit, np.finfo(np.float32).max)
+        is_clipped, thresholds = map(np.asarray, _replay(padded, make=method[1]))
+        is_used = self.is_used[is_positive][-MAX_REPLAYED:]
+        fraction = np.mean(is_clipped[: len(last)][is_used])
+        return float(fraction), float(thresholds[len(last) - 1]) * unit
+
+
+@functools.partial(jax.jit, static_argnames="make")
+def _replay(
+    gradients: Any, *, make: Callable[[], optax.GradientTransformation]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns whether each norm is clipped, and its threshold."""
+    clip = make()
+
+    def step(state: Any, gradient: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        state = clip.update(gradient, state)[1]
+        return state, (state.info.fraction > 0, jnp.reshape(state.info.threshold, ()))
+
+    return jax.lax.scan(step, clip.init(gradients[0]), gradients)[1]
+
+
+@validate_call()
+def suggest(norms: ArrayLike, steps: ArrayLike | None = None) -> Suggestion:
+    """Suggests a threshold that leaves ordinary gradients unchanged and clips spikes.
+
+    The level is a running median of the logarithms over a twelfth of the run, and the scale is the
+    median deviation from it. Spikes are norms of at least 1.5 times their level, above the tail of
+    the other norms. The threshold is 4.5 scales above the level (above its 0.9 quantile, if it
+    moves), from 1.5 to 8 times the level, and at most 1.25 times the largest ordinary norm. If the
+    level moves by a factor of about 4, an adaptive method is recommended. Nothing is recommended
+    if the run was lost, or if the norms are already clipped: record them before any clipping, with
+    `optaxclip.monitor.record` as the first stage of a chain. `python -m benchmarks.suggesting`
+    measures how often the answers are wrong.
+
+    Args:
+      norms: float[n], the norms of the raw gradients in the order of the steps, as from
+        `optaxclip.monitor.history` or `optaxclip.tuning._read_log`. Norms that are NaN, infinite or
+        zero are counted and left out.
+      steps: int[n], the steps of the norms. Defaults to the index of a pandas Series, and otherwise
+        to 0, 1, ...
+
+    Returns:
+      A `Suggestion`.
+
+    Raises:
+      ValueError: If the norms have more than one axis, are negative, or fewer than 10 of them are
+        finite and positive; or if the steps have another shape than the norms.
+      TypeError: If the norms are not real numbers.
+
+    Warns:
+      UserWarning: If there are fewer than 100 norms, or if no threshold is recommended.
+
+    Example:
+      >>> import numpy as np
+      >>> from optaxclip import tuning
+      >>> norms = np.exp(0.2 * np.random.default_rng(0).normal(size=500))
+      >>> norms[[100, 200, 300]] = 10.0, 50.0, np.nan
+      >>> suggestion = tuning.suggest(norms)
+      >>> print(suggestion.spikes, suggestion.num_nonfinite, suggestion.regime)
+      [100 200] 1 stationary
+      >>> print(suggestion)  # doctest: +ELLIPSIS
+      threshold ...
+    """
+    values = _check_norms(norms)
+    if steps is None and hasattr(norms, "to_numpy"):
+        steps = getattr(norms, "index", None)
+    steps = np.arange(len(values)) if steps is None else np.asarray(steps)
+    if steps.shape != values.shape or steps.dtype.kind not in "iu":
+        raise ValueError(
+            f"steps must be integers of the shape {values.shape} of norms, got {steps.dtype} of "
+            f"the shape {steps.shape}; pass one step for each norm"
+        )
+    (used,) = np.nonzero(np.isfinite(values) & (values > 0))
+    logs = np.log(values[used])
+    shape = analyze(logs)
+    warmup = int(used[shape.warmup]) if shape.warmup else 0
+    is_spike = np.zeros(len(values), bool)
+    is_spike[used[shape.warmup :]] = shape.spikes[shape.warmup :]
+    ordinary = logs[shape.warmup :][~shape.spikes[shape.warmup :]]
+    reasons = (*_loss_reasons(values, logs, shape), *_clip_reasons(values[used]))
+    few = f"there are only {len(used)} norms; record {ENOUGH_NORMS} or more"
+    warnings = (*reasons, few) if len(used) < ENOUGH_NORMS else reasons
+    for warning in warnings:
+        warn(warning)
+    is_far = shape.regime != "stationary" and shape.ratio > FAR
+    threshold = math.nan if reasons else float(f"{math.exp(min(shape.threshold, 709.0)):.3g}")
+    return Suggestion(
+        recommendation="none" if reasons else "adaptive" if is_far else "constant",
+        threshold=threshold,
+        regime=shape.regime,
+        level_ratio=math.exp(shape.ratio),
+        warmup_steps=warmup,
+        typical_norm=math.exp(float(np.median(ordinary))),
+        spread=shape.spread,
+        warnings=warnings,
+        notes=_notes(values, steps, shape, warmup, threshold),
+        num_nonfinite=int(np.sum(~np.isfinite(values))),
+        num_zeros=int(np.sum(values == 0)),
+        norms=values,
+        steps=steps.astype(np.int64),
+        is_spike=is_spike,
+    )
+
+
+def _check_norms(norms: ArrayLike) -> Floats:
+    if isinstance(norms, str | os.PathLike):
+        raise TypeError(
+            f"norms must be an array, got the path {str(norms)!r}; "
+            "pass optaxclip.tuning.read_log(path)"
+        )
+    try:
+        array = np.asarray(norms)
+    except ValueError:  # raised for lists of different lengths
+        array = np.asarray(None)
+    if array.dtype == object or hasattr(norms, "_fields"):
+        raise TypeError(
+            f"norms must be an array of real numbers, got {short_repr(norms)} of type "
+            f"{type(norms).__name__}; pass optaxclip.monitor.history(state) for a state with "
+            "monitor.record"
+        )
+    if array.dtype.kind not in "fiu" and array.dtype != jnp.bfloat16:
+        raise TypeError(f"norms must be real numbers, got the dtype {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(
+            f"norms must have one axis, got the shape {array.shape}; pass one run at a time, and "
+            "one norm for each step of it"
+        )
+    values = array.astype(np.float64)
+    negative = np.flatnonzero(values < 0)
+    if negative.size:
+        at = negative[0]
+        raise ValueError(f"norms must not be negative, got {values[at]:g} at index {at}")
+    num_used = int(np.sum(np.isfinite(values) & (values > 0)))
+    if num_used < MIN_NORMS:
+        raise ValueError(
+            f"norms must contain at least {MIN_NORMS} that are finite and positive, got {num_used} "
+            f"of {len(values)}, and {np.sum(values == 0)} zeros; record more steps, before any clip"
+        )
+    return values
+
+
+def _loss_reasons(norms: Floats, logs: Floats, shape: Shape) -> tuple[str, ...]:
+    """Returns reasons to think that the run was lost."""
+    reasons = []
+    near = running_median(logs, 5)
+    start = float(np.median(near[: max(len(near) // 20, 5)]))
+    peak = int(np.argmax(near))
+    collapses = near[peak:].min() < start - math.log(COLLAPSE)
+    if near[peak] > start + math.log(RISE_BEFORE_COLLAPSE) and collapses:
+        up, down = math.exp(near[peak] - start), math.exp(start - near[peak:].min())
+        reasons.append(
+            f"the norms explode by a factor of {up:.3g} and then collapse to 1/{down:.3g} of those "
+            "at the start: the run was lost"
+        )
+    elif shape.rise > math.log(EXPLOSION):
+        factor = math.exp(shape.rise)
+        reasons.append(f"the level rises by a factor of {factor:.3g}: the run explodes")
+    if not np.isfinite(norms[-3:]).any():
+        reasons.append("the last norms are non-finite: the run was lost")
+    if not np.any(norms[-max(len(norms) // 20, MIN_NORMS) :]):
+        reasons.append("the last norms are all zero: the run no longer learns")
+    if reasons:
+        hint = "record a run that learns, with a lower learning rate or a low threshold"
+        reasons[-1] += f"; {hint}"
+    return tuple(reasons)
+
+
+def _clip_reasons(norms: Floats) -> tuple[str, ...]:
+    """Returns the reason to think that the norms, float64[n], are already clipped."""
+    largest = norms.max()
+    pile = int(np.sum(norms >= 0.999 * largest))
+    # Values of coarsely rounded norms are common, too, but not the largest one above all.
+    _, counts = np.unique(np.round(norms[norms < 0.999 * largest] / largest, 3), return_counts=True)
+    next_pile = counts.max(initial=0)
+    if pile < max(PILE_FRACTION * len(norms), 3) or pile < PILE_RATIO * next_pile:
+        return ()
+    return (
+        f"{pile / len(norms):.0%} of the norms equal the largest, {largest:.4g}: they are already "
+        "clipped or normalized; record the raw norms, before any clipping",
+    )
+
+
+def _notes(
+    norms: Floats, steps: Steps, shape: Shape, warmup: int, threshold: float
+) -> tuple[str, ...]:
+    notes = []
+    n, zeros = len(norms), int(np.sum(norms == 0))
+    if zeros:
+        notes.append(f"{zeros} norms are zero ({zeros / n:.1%}), and left out")
+    if not np.isfinite(norms).all():
+        notes.append("no threshold removes non-finite gradients; use optaxclip.skip_nonfinite")
+    every = round(float(np.median(np.diff(steps))))
+    if every > 1:
+        notes.append(f"the log has one of {every} steps, and shows no spikes of the others")
+    if shape.regime != "stationary":
+        turns = {"falls": shape.fall, "rises": shape.rise}
+        verb = max(turns, key=lambda turn: turns[turn])
+        notes.append(f"the level {verb} by a factor of {math.exp(turns[verb]):.3g}")
+    if math.isnan(threshold):
+        return tuple(notes)
+    start = norms[: max(warmup, round(START_FRACTION * n), 5)]
+    start = start[np.isfinite(start) & (start > 0)]
+    at_start = float(np.mean(start > threshold)) if start.size else 0.0
+    if at_start > 0.1:
+        notes.append(f"the threshold clips {at_start:.0%} of the first {len(start)} norms")
+    is_above = np.isfinite(norms) & (norms > threshold) & (np.arange(n) >= warmup)
+    if not is_above.any():
+        notes.append(
+            "no norm after the start is above the threshold, which would have changed nothing in "
+            "this run"
+        )
+    return tuple(notes)

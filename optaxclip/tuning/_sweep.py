@@ -1,0 +1,203 @@
+"""Runs one training with many thresholds at once, in one compiled program."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from optaxclip._base.host import ArrayLike
+from optaxclip._base.types import PyTree
+from optaxclip._base.validation import check_int, short_repr, validate_call
+from optaxclip.ops import global_norm
+
+Numbers = np.ndarray[Any, Any]
+InitFn = Callable[[Array], PyTree]
+StepFn = Callable[[PyTree, PyTree, Array], tuple[PyTree, Array, Array]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SweepResult:
+    """The records of all runs of a sweep. `print` it for a table.
+
+    Attributes:
+      thresholds: float32[thresholds], ascending.
+      loss: float32[thresholds, steps], the losses that the step function returned.
+      norm: float32[thresholds, steps], the raw norm, of all groups together.
+      clipped_fraction: float32[thresholds, steps], the fraction of groups that are clipped.
+      final_loss: float32[thresholds], the mean over the last tenth of the steps. Infinite if the
+        run diverged.
+      diverged: bool[thresholds], whether the final loss is non-finite or above the first finite
+        loss.
+      loss_noise: float[thresholds], the noise of the final loss. NaN if all runs diverged.
+      threshold: the largest threshold whose final loss is within noise of the best. NaN if all runs
+        diverged.
+    """
+
+    thresholds: Numbers
+    loss: Numbers
+    norm: Numbers
+    clipped_fraction: Numbers
+    final_loss: Numbers
+    diverged: Numbers
+    loss_noise: Numbers
+    threshold: float
+
+    def __str__(self) -> str:
+        """A table with a row for each threshold."""
+        rows = [f"{'threshold':>10}  {'final loss':>10}  {'noise':>8}  {'clipped':>8}"]
+        for i, threshold in enumerate(self.thresholds):
+            lost = self.diverged[i]
+            loss = "diverged" if lost else f"{self.final_loss[i]:.4g}"
+            noise = "" if lost else f"{self.loss_noise[i]:.2g}"
+            mark = "  <- suggested" if threshold == np.float32(self.threshold) else ""
+            clipped = f"{self.clipped_fraction[i].mean():.1%}"
+            rows.append(f"{threshold:>10.4g}  {loss:>10}  {noise:>8}  {clipped:>8}{mark}")
+        rows.append(
+            "no threshold is suggested, because all runs diverged; use a lower learning rate"
+            if math.isnan(self.threshold)
+            else f"threshold {self.threshold:.4g}: the largest within noise of the best final loss"
+        )
+        if self.diverged.any():
+            rows.append("diverged: the final loss is non-finite, or above the first loss")
+        return "\n".join((*rows, "another key may give another result"))
+
+
+@validate_call()
+def sweep(
+    init_fn: InitFn,
+    step_fn: StepFn,
+    thresholds: ArrayLike,
+    steps: int,
+    *,
+    key: ArrayLike,
+    data: PyTree,
+) -> SweepResult:
+    """Trains the same model with many thresholds at once, and names the best of them.
+
+    One program serves all thresholds: a `scan` over the steps under a `vmap` over the thresholds.
+    All runs have the same initial values and batches. The suggested threshold is the largest whose
+    final loss is within noise of the best. The noise is the standard deviation over the last tenth
+    of the steps, of the difference to the best loss, and at most that of the best loss itself,
+    because the difference to an unstable run is very noisy.
+
+    Args:
+      init_fn: `init_fn(key) -> state`, a pytree of arrays: parameters and optimizer state.
+      step_fn: `step_fn(state, batch, threshold) -> (state, loss, norm)`, one training step. The
+        threshold is a traced float32[], `loss` a float[], and `norm` the raw norm or norms that
+        the threshold applies to, float[] or float[groups].
+      thresholds: float[thresholds], positive. All runs must fit into memory together.
+      steps: The number of steps of each run.
+      key: A PRNG key, or an int to make one from.
+      data: The batches, a pytree whose leaves have a first axis of at least `steps`.
+
+    Returns:
+      A `SweepResult`.
+
+    Raises:
+      ValueError: If thresholds are not positive or have another number of axes than one; if
+        `steps` is below 1; or if the data has no arrays, or fewer steps.
+      TypeError: If `step_fn` does not return a state like its own, a loss and a norm; if `key` is
+        not a key; or if `steps` is not an int.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optaxclip import ops, tuning
+      >>> def init_fn(key):
+      ...     return jax.random.normal(key, (3,))
+      >>> def step_fn(params, target, threshold):
+      ...     loss, grads = jax.value_and_grad(lambda p: jnp.sum((p - target) ** 2))(params)
+      ...     grads, norm = ops.clip_by_global_norm(grads, threshold)
+      ...     return params - 0.1 * grads, loss, norm
+      >>> key, data = jax.random.key(0), jnp.ones((40, 3))
+      >>> result = tuning.sweep(init_fn, step_fn, [0.01, 1.0, 100.0], 40, key=key, data=data)
+      >>> print(result.threshold, result.diverged)
+      100.0 [False False False]
+    """
+    values = np.asarray(thresholds, np.float32)
+    if values.ndim != 1 or not values.size or not (values > 0).all():
+        raise ValueError(f"thresholds must be positive numbers in one axis, got {thresholds!r}")
+    values = np.unique(values)
+    steps = check_int(steps, 1, "steps")
+    data = _check_data(data, steps)
+    if isinstance(key, int) and not isinstance(key, bool):
+        key = jax.random.key(key)
+    dtype = getattr(key, "dtype", np.dtype(object))
+    if np.ndim(key) or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(f"key must be one key from jax.random, or an int, got {short_repr(key)}")
+    state = jax.jit(init_fn)(key)
+    _check_step(step_fn, state, jax.tree.map(lambda x: x[0], data))
+
+    @jax.jit
+    @jax.vmap
+    def run(threshold: Array) -> tuple[Array, Array, Array]:
+        def one_step(state: PyTree, batch: PyTree) -> tuple[PyTree, tuple[Array, Array, Array]]:
+            state, loss, norm = step_fn(state, batch, threshold)
+            norms = jnp.atleast_1d(norm).astype(jnp.float32)  # f32[groups]
+            fraction = jnp.mean((norms > threshold).astype(jnp.float32))
+            return state, (jnp.asarray(loss, jnp.float32), global_norm(norms), fraction)
+
+        return jax.lax.scan(one_step, state, data)[1]
+
+    records = run(jnp.asarray(values))
+    loss, norm, fraction = map(np.asarray, records)  # f32[thresholds, steps]
+    return _evaluate(values, loss, norm, fraction)
+
+
+def _check_data(data: PyTree, steps: int) -> PyTree:
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
+    if not shapes:
+        raise ValueError(
+            f"data must contain an array with a batch for each step, got {short_repr(data)}; if the "
+            f"steps need none, pass np.arange({steps})"
+        )
+    short_ones = [shape for shape in shapes if not shape or shape[0] < steps]
+    if short_ones:
+        raise ValueError(
+            f"data must have a first axis of at least the {steps} steps, got a leaf of the shape "
+            f"{short_ones[0]}"
+        )
+    return jax.tree.map(lambda x: jnp.asarray(x[:steps]), data)
+
+
+def _check_step(step_fn: StepFn, state: PyTree, batch: PyTree) -> None:
+    out = jax.eval_shape(step_fn, state, batch, jnp.float32(1.0))
+    if not (isinstance(out, tuple) and len(out) == 3):
+        got = f"{len(out)} values" if isinstance(out, tuple) else f"one {type(out).__name__}"
+        raise TypeError(
+            f"step_fn must return three values, (state, loss, norm), got {got}; return the norm "
+            "from before clipping too"
+        )
+    before, (after, loss, norm) = jax.eval_shape(lambda state: state, state), out
+    # Compared as text, which has the structure, shapes and dtypes.
+    if str(before) != str(after):
+        raise TypeError(
+            f"step_fn must return a state like the one that it gets, {before}; got {after}"
+        )
+    if jnp.shape(loss) != () or jnp.ndim(norm) > 1:
+        raise TypeError(
+            "step_fn must return a scalar loss, and a norm that is a scalar or has one axis, got "
+            f"the shapes {jnp.shape(loss)} and {jnp.shape(norm)}"
+        )
+
+
+def _evaluate(thresholds: Numbers, loss: Numbers, norm: Numbers, fraction: Numbers) -> SweepResult:
+    last = loss[:, -max(1, round(loss.shape[1] / 10)) :]
+    # The first finite loss, because one bad first batch does not make a run diverge.
+    first = np.take_along_axis(loss, np.argmax(np.isfinite(loss), 1)[:, None], 1)[:, 0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        final = last.mean(axis=1)
+        diverged = ~(np.isfinite(final) & (final <= first))
+        final = np.where(diverged, np.inf, final)
+        best = int(np.argmin(final))
+        noise, threshold = np.full(len(thresholds), math.nan), math.nan
+        if np.isfinite(final[best]):
+            # The runs share their batches, so noise cancels in differences of losses.
+            noise = np.minimum(np.std(last - last[best], axis=1), np.std(last[best]))
+            is_near = final <= final[best] + np.where(diverged, 0.0, noise)
+            threshold = float(thresholds[np.flatnonzero(is_near)[-1]])
+    return SweepResult(thresholds, loss, norm, fraction, final, diverged, noise, threshold)
