@@ -8,10 +8,8 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-import optaxclip.tuning._read_log as read_log
-import optaxclip.tuning._suggest as suggest
 from optaxclip._base.optional_imports import install_command
-from optaxclip.tuning import Suggestion
+from optaxclip.tuning import Suggestion, read_log, suggest
 
 HELP: str = "suggest a threshold from a log of gradient norms"
 NEEDS: tuple[str, ...] = ("pandas",)
