@@ -1,7 +1,7 @@
 """Links of the pages, which lead somewhere in the repository and on the site.
 
 Pages are written for the repository: a link is the path of a file there, and what the reference
-says of a name is a link to the file that defines it, `transforms/norm_clips.py#optaxclip.clip_by_norm`. On
+says of a name is a link to the file that defines it, `norm_clips.py#optaxclip.clip_by_norm`. On
 the site the same link leads to the page made of the file, or to the name in the reference.
 """
 

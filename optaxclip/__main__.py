@@ -1,15 +1,24 @@
 """The command line: `python -m optaxclip suggest LOG`, or `optaxclip suggest LOG`."""
 
 import argparse
+import io
+import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
-import optaxclip.commands.suggest as suggest
 from optaxclip import __version__
 from optaxclip._base.optional_imports import install_command
+from optaxclip.tuning import Suggestion, read_log, suggest
+
+EXAMPLES = """examples:
+  python -m optaxclip suggest trainer_state.json
+  python -m optaxclip suggest runs/today --column clip_by_global_norm/norm --plot norms.png
+  tail -n 2000 metrics.jsonl | python -m optaxclip suggest - --column train.grad_norm --json"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -18,40 +27,110 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Runs the command line.
 
     Args:
-      argv: the arguments; if None, those of the process.
+      argv: The arguments. Defaults to those of the process.
 
     Returns:
-      The exit code: 0, 130 after Ctrl-C, or 141 if whoever reads the output wants no more of it.
+      The exit code: 0, 130 after Ctrl-C, or 141 if the reader of the output has closed it.
 
     Raises:
-      SystemExit: with code 2, for arguments that cannot be used.
+      SystemExit: With code 2, if an argument is invalid.
     """
     parser = _Parser(prog="optaxclip", description="Gradient clipping for JAX.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    subparser = commands.add_parser("suggest", help=suggest.HELP, description=suggest.HELP)
-    suggest.add_arguments(subparser)
+    description = "suggest a threshold from a log of gradient norms"
+    subparser = commands.add_parser("suggest", help=description, description=description)
+    _add_suggest_arguments(subparser)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.exit(2, parser.format_help())
     try:
-        if missing := [package for package in suggest.NEEDS if find_spec(package) is None]:
-            needs = f"needs {', '.join(missing)}: {install_command(suggest.EXTRA)}"
-            raise argparse.ArgumentError(None, needs)
-        code = suggest.run(args)
+        _run_suggest(args)
         sys.stdout.flush()
-        return code
+        return 0
     except BrokenPipeError:
-        # Python flushes once more at its end, which would print a traceback.
+        # Python flushes again at exit, which would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except argparse.ArgumentError as error:
         subparser.error(str(error))
     except KeyboardInterrupt:
         return 130
+
+
+def _add_suggest_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "log",
+        metavar="LOG",
+        help="a log with names and numbers (CSV, JSON, the output of a trainer), .npy, a "
+        "TensorBoard event file or a directory of these; - for the standard input",
+    )
+    parser.add_argument(
+        "--column",
+        metavar="NAME",
+        help="column, key (a.b for b in the object a) or tag; required if the name of the gradient "
+        "norm is not clear",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="PICTURE", help="draw the norms and their histogram"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run_suggest(args: argparse.Namespace) -> None:
+    """Prints the suggestion, and draws it with `--plot`."""
+    if find_spec("pandas") is None:
+        raise argparse.ArgumentError(None, f"needs pandas: {install_command('logs')}")
+    if args.plot and find_spec("matplotlib") is None:
+        raise argparse.ArgumentError(None, f"--plot needs matplotlib: {install_command('plot')}")
+    path = args.plot
+    if path and path.is_dir():
+        message = f"--plot must be a file, got the directory {path}; pass {path / 'norms.png'}"
+        raise argparse.ArgumentError(None, message)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the suggestion prints them
+            source = io.StringIO(sys.stdin.read()) if args.log == "-" else args.log
+            norms = read_log(source, args.column)
+            suggestion = suggest(norms)
+    except OSError as error:
+        raise argparse.ArgumentError(None, f"cannot read {args.log}: {error.strerror}") from error
+    except (ImportError, ValueError) as error:
+        message = str(error).replace("column=", "--column ")
+        raise argparse.ArgumentError(None, message) from error
+    if path:
+        path = path if path.suffix else path.with_name(f"{path.name}.png")
+        _draw(suggestion, path)
+    if args.json:
+        print(json.dumps({"column": norms.name} | suggestion.to_dict(), indent=2))
+    else:
+        print(f"{suggestion}\nnote: the norms are those of {norms.name!r}")
+    if path:
+        print(f"picture: {path}", file=sys.stderr if args.json else sys.stdout)
+
+
+def _draw(suggestion: Suggestion, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from optaxclip import plots
+    from optaxclip.plots.style import legend_below
+
+    figure = Figure(figsize=(10.0, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    legend_below(plots.norms_over_steps(suggestion, ax=left))
+    legend_below(plots.norm_histogram(suggestion, ax=right))
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        message = f"cannot write to {path}: {error.strerror}"
+        raise argparse.ArgumentError(None, message) from error
+    except ValueError as error:
+        raise argparse.ArgumentError(None, f"cannot write {path}: {error}") from error
 
 
 if __name__ == "__main__":

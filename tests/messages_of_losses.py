@@ -95,8 +95,8 @@ TYPE_ERRORS = {
     "^threshold must be a number, a scalar array or a schedule, got '1'": lambda: AGGREGATE(
         "1", 0.0
     ),
-    r"threshold must be what quantile_threshold returns.* as in per_example\.quantile_threshold\(\)": lambda: (
-        AGGREGATE(per_example.quantile_threshold, 0.0)
+    r"threshold must be what quantile_threshold returns.* per_example\.quantile_threshold\(\)": (
+        lambda: AGGREGATE(per_example.quantile_threshold, 0.0)
     ),
     "must be from optaxclip.scopes.* got 'leaf'": lambda: clip_sum(1.0, scope="leaf"),
     r"scope must .* call it, as in scopes\.leaf\(\)": lambda: per_example.clipped_grad(

@@ -19,7 +19,8 @@ ROOT = pathlib.Path(optax.__file__).parent
 IS_OLD = tuple(map(int, optax.__version__.split(".")[:3])) < (0, 2, 7)
 """Whether each of Optax's tests has a case for each of the ways to call it that `chex` knows."""
 WAYS = re.compile("__with(out)?_(jit|device|pmap)$")
-# They take what an update of Optax's suites is not given, or thresholds for leaves of certain names.
+# They take what an update of Optax's suites is not given, or thresholds for leaves of certain
+# names.
 WITHOUT = {"clip_attention_logits", "skip_above_loss", "clip_by_group_norm_dict", "muon"}
 NAMES = [name for name in METHODS if name not in WITHOUT]
 

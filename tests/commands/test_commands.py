@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import optaxclip
+import optaxclip.__main__ as command_line
 import optaxclip._base.optional_imports as optional_imports
-import optaxclip.commands.suggest as suggest
 from optaxclip.__main__ import main
 
 
@@ -17,7 +17,7 @@ def test_main_without_command_prints_usage(capsys):
     printed = capsys.readouterr()
     assert (stopped.value.code, printed.out) == (2, "")
     assert printed.err.startswith("usage: ")
-    assert suggest.HELP.split()[0] in printed.err
+    assert "suggest a threshold from a log" in printed.err
 
 
 def test_main_prints_version(capsys):
@@ -28,13 +28,13 @@ def test_main_prints_version(capsys):
 
 
 def test_main_names_missing_packages(capsys, monkeypatch):
-    monkeypatch.setattr(suggest, "NEEDS", ("no_such_package",))
+    monkeypatch.setattr(command_line, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stopped:
         main(["suggest", "log"])
     printed = capsys.readouterr()
     assert (stopped.value.code, printed.out) == (2, "")
     (line,) = printed.err.splitlines()
-    assert f"needs no_such_package: {optional_imports.install_command(suggest.EXTRA)}" in line
+    assert f"needs pandas: {optional_imports.install_command('logs')}" in line
 
 
 def test_remedy_installs_checkout(tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_main_is_quiet_after_interrupt(capsys, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(suggest, "run", interrupt)
+    monkeypatch.setattr(command_line, "_run_suggest", interrupt)
     assert main(["suggest", "log"]) == 130
     assert capsys.readouterr() == ("", "")
 

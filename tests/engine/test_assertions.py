@@ -44,10 +44,10 @@ SLIPS = {
     "norms of a device": (measuring._NormFn, "differentiable", with_longer_norms),
     "dtypes of norms": (measuring._NormFn, "differentiable", with_narrow_norms),
     "thresholds": (step, "update_rule", thresholds_longer),
-    "multipliers": (step, "multiplier", each_longer),
+    "multipliers": (step, "compute_multiplier", each_longer),
     "leaves": (step, "scale", longer),
     "dtypes of leaves": (step, "scale", lambda x: x.astype(jnp.float16)),
-    "columns of leaves": (step.Plan, "by_leaf", lambda parts: parts[::-1]),
+    "columns of leaves": (step.Plan, "slice_for_leaves", lambda parts: parts[::-1]),
     "record": (record, "_worst_of_each_leaf", lambda row: jax.tree.map(longer, row)),
 }
 
@@ -87,16 +87,20 @@ def noisy(tree):
 # The ends of functions over trees: what a slip is made in, which, and a call.
 ENDS = {
     "ops, shapes": (ops, "clip_tree", lambda x: (jax.tree.map(longer, x[0]), x[1])),
-    "ops, dtypes": (ops.devices, "moved", lambda tree: jax.tree.map(jnp.float16, tree)),
+    "ops, dtypes": (ops.memory, "put_leaves", lambda tree: jax.tree.map(jnp.float16, tree)),
     "ops, norm": (ops, "group_norms", jnp.atleast_1d),
-    "sums, shapes": (batched_clip, "weighted_sums", lambda leaves: [*map(longer, leaves)]),
-    "sums, dtypes": (batched_clip, "weighted_sums", each_half),
+    "sums, shapes": (batched_clip, "compute_weighted_sums", lambda leaves: [*map(longer, leaves)]),
+    "sums, dtypes": (batched_clip, "compute_weighted_sums", each_half),
     "sums, groups": (clip_sum.ExampleClip, "sums", lambda x: x._replace(norms=[x.norms])),
     "sums, numbers": (clip_sum.ExampleClip, "sums", lambda x: x._replace(num_dropped=x.norms)),
     "aggregate, shapes": (aggregate, "_divide_and_cast", lambda leaves: [*map(longer, leaves)]),
     "aggregate, dtypes": (aggregate, "_divide_and_cast", each_half),
-    "accumulate, shapes": (loop, "scanned", lambda x: (([*map(longer, x[0][0])], x[0][1]), x[1])),
-    "accumulate, dtypes": (loop, "scanned", lambda x: ((each_half(x[0][0]), x[0][1]), x[1])),
+    "accumulate, shapes": (
+        loop,
+        "scan_on_mesh",
+        lambda x: (([*map(longer, x[0][0])], x[0][1]), x[1]),
+    ),
+    "accumulate, dtypes": (loop, "scan_on_mesh", lambda x: ((each_half(x[0][0]), x[0][1]), x[1])),
     "accumulate, rows": (
         loop.MicrobatchStats,
         "create",

@@ -245,7 +245,7 @@ def test_in_forward_mode_where_the_factor_over_the_norm_is_too_small():
 
 
 def test_of_a_response_that_has_none_for_what_it_need_not_judge():
-    """For an infinite threshold and for a norm that is not finite it would give infinity / infinity."""
+    """The derivative would be infinity / infinity for infinite thresholds and norms."""
 
     def response(norm, trigger, target):
         return norm * jnp.minimum(1.0, target / norm)

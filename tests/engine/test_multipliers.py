@@ -1,4 +1,4 @@
-"""What groups are multiplied by: from norms and thresholds to factors, at both ends of the range."""
+"""The multipliers of groups, from norms and thresholds, at both ends of the range."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""QK-Clip: the largest logit of every head comes back to the threshold, in every kind of attention."""
+"""QK-Clip reduces the largest logit of each head to the threshold, in each kind of attention."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""`get_known_norm`: the one stage that is told so takes the norm that a trainer hands to all stages."""
+"""`known_norm`: a stage uses the norm that the trainer passes to all stages."""
 
 import functools
 

@@ -69,7 +69,8 @@ OF_DP_SGD = unittest.defaultTestLoader.getTestCaseNames(privacy.DifferentiallyPr
 @pytest.mark.parametrize(
     "name",
     [
-        # These want 2e-7, for thresholds that clip; the fifth clips nothing. Optax 0.2.6 wants less.
+        # These want 2e-7, for thresholds that clip; the fifth clips nothing. Optax 0.2.6 wants
+        # less.
         pytest.param(name, marks=BELOW if re.fullmatch("test_clipping_norm[^4(]+", name) else ())
         for name in OF_DP_SGD
     ],

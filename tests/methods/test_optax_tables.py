@@ -83,7 +83,8 @@ def test_as_an_optimizer(file, name):
 
 # Thresholds that vanish over so many steps, and bounds that turn the direction.
 NOT_THERE = {"clip_scheduled", "clip_by_norm_scheduled", "clip_by_value"}
-# Of the first steps, whose norms are above its threshold, most are skipped: for these it takes longer.
+# Of the first steps, whose norms are above its threshold, most are skipped: for these it takes
+# longer.
 TOO_FEW_STEPS = {("alias", "skip_above")}
 MINIMA = [
     (file, name)
@@ -108,8 +109,8 @@ def test_it_finds_the_minimum(file, name):
     test = {"contrib": "test_optimizers", "alias": "test_optimization"}[file]
     numbers = numbers_of(suite, test)
     assert len(numbers) == (16 if file == "contrib" else 4)
-    # The first four are without a wrapper. With a constant threshold Mechanic, or a rate that falls on
-    # plateaus, does not come so far, nor does it with Optax's clips of these thresholds.
+    # The first four are without a wrapper. With a constant threshold Mechanic, or a rate that falls
+    # on plateaus, does not come so far, nor does it with Optax's clips of these thresholds.
     adapts = method.has_memory and method.keeps_small
     chosen = numbers if adapts else numbers[:4]
     assert not problems_of(suite, [f"{test}{number}" for number in chosen])

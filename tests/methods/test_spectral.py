@@ -95,7 +95,8 @@ def test_at_both_ends_of_the_range(mode):
     expected = exact(x, 1.0, mode)
     np.testing.assert_allclose(found / scales[:, None, None], [expected] * 5, rtol=2e-5)
     np.testing.assert_allclose(info.norm[:, 0] / scales, 2.92081, rtol=1e-4)
-    # Thresholds far from the singular values: nothing is left of the one, nothing happens to the other.
+    # Thresholds far from the singular values: nothing is left of the one, nothing happens to the
+    # other.
     for threshold, scale in ((0.0, 0.0), (1e-38, 0.0), (1e38, 1.0), (np.inf, 1.0), (-1.0, 0.0)):
         found = clipped(x, jnp.float32(threshold), mode)[0]
         np.testing.assert_allclose(found, scale * x, rtol=1e-6, atol=1e-11)

@@ -1,4 +1,4 @@
-"""`record=False`: Optax's clip in every respect but the digits, for every threshold without memory."""
+"""`record=False`: equal to Optax's clip up to rounding, for thresholds without memory."""
 
 import inspect
 

@@ -81,7 +81,7 @@ def arrays(dtype, shape, *special):
 
 
 def thresholds(dtype):
-    """Around the largest norms, and numbers of the dtype, to which TensorFlow rounds a threshold."""
+    """Thresholds around the largest norms, in the dtype to which TensorFlow rounds them."""
     shares = st.sampled_from([0.01, 0.3, 1, 3])
     return shares.map(lambda share: float(jnp.dtype(dtype).type(share * RANGE[dtype][1])))
 

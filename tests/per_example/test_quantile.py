@@ -1,4 +1,4 @@
-"""The threshold that follows a quantile of the examples' norms, and what its count costs privacy."""
+"""The threshold that follows a quantile of the examples' norms, and its privacy accounting."""
 
 import functools
 import math

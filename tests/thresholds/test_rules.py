@@ -23,9 +23,9 @@ from reference_rules import (
 from optaxclip import thresholds
 
 # What is printed for each step: `n*x` is x n times, `-` nothing, "mean 1" is that of group 1. Norms
-# not given are S = 1.0 1.2 0.8 1.0 5.0 1.1. PDE-Transformer's first thresholds are placeholders, 10000
-# and 1, where ours compare the norm with itself; axlearn's threshold in the warm-up is 1e10. The last
-# four are printed for two records a step; here is the one that decides where they end.
+# not given are S = 1.0 1.2 0.8 1.0 5.0 1.1. PDE-Transformer's first thresholds are placeholders,
+# 10000 and 1, where ours compare the norm with itself; axlearn's threshold in the warm-up is 1e10.
+# The last four are printed for two records a step; here is the one that decides where they end.
 PRINTED = """
 AutoClip p10
   trigger  1.00 1.02 0.84 0.86 0.88 0.90

@@ -190,7 +190,7 @@ MAKERS = {
     "max_norm": optaxclip.clip_by_global_norm,
     "max_delta": optaxclip.clip,
     "clipping": optaxclip.adaptive_grad_clip,
-    "threshold": optaxclip.clip_by_block_rms,
+    "threshold of block RMS": optaxclip.clip_by_block_rms,
     "clipping_threshold": lambda x: optaxclip.scale_by_stable_adam(clipping_threshold=x),
     "norm": optaxclip.normalize_by_global_norm,
     "ratio": thresholds.relative_to_params,

@@ -36,7 +36,7 @@ def _like(tree, others):
 
 
 def clip_pytree(pytree, clip_norm, rescale_to_unit_norm=False, nan_safe=True, return_zero=False):
-    """One clip by the global norm; with a unit norm, of 0 the threshold of smaller and smaller ones."""
+    """Clips by the global norm; a zero tree stays zero with a unit norm."""
     options = {"scope": scopes.tree(), "nonfinite": "mask" if nan_safe else "nan"}
     clipped, info = optaxclip.clip_tree(pytree, clip_norm, strict=True, **options)
     if rescale_to_unit_norm:

@@ -1,6 +1,6 @@
 """A cell of the study: one task, one optimizer, one method, as one compiled program.
 
-Rates, faults, seeds and thresholds are its inputs. Its runs take turns, because on a CPU large products
+Rates, faults, seeds and thresholds are inputs. Its runs take turns, because on a CPU large products
 of matrices that differ by run are faster one by one than with `vmap`; the smallest networks are
 faster at once.
 """

@@ -1,7 +1,7 @@
 """The methods that the study compares, each at its defaults and, where it differs, its paper's.
 
 A method is what it makes of an optimizer: a stage in front of the direction, one behind it, or a
-wrapper. Where its threshold is a constant, the study finds that, and the program takes it as an input.
+wrapper. If its threshold is a constant, the study finds it, and the program gets it as an input.
 """
 
 import functools
@@ -49,10 +49,10 @@ class Method(NamedTuple):
 
     Attributes:
       make: gives the whole optimizer.
-      threshold: how the threshold is found: the best of a sweep, what `tuning.suggest` gives, or not at
+      threshold: how the threshold is found: the best of a sweep, by `tuning.suggest`, or not at
         all.
       only: the optimizers that it goes with; any if empty.
-      microbatches: whether the gradient is accumulated over microbatches, each clipped at the threshold
+      microbatches: whether the gradient is accumulated over microbatches, each clipped separately
         if there is one, and left out if it is not finite.
       is_scaled: whether the loss is multiplied by the number in the state of `scale_loss`.
     """

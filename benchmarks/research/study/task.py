@@ -22,7 +22,7 @@ class Task(NamedTuple):
       examples: how many are in a batch.
       unit: what a loss is measured in.
       optimizers: the names of those that it is trained with.
-      noise: None, or, for private training, the standard deviation of the noise over the threshold of
+      noise: None, or, for private training, the noise's standard deviation over the threshold of
         each example's norm.
     """
 

@@ -1,4 +1,4 @@
-"""No example adds more than its threshold, and no norm is below the true one: against long double."""
+"""No example exceeds its threshold, and no norm is below the true norm in long double."""
 
 import functools
 import itertools
