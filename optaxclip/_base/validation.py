@@ -96,7 +96,7 @@ def is_uncalled_factory(value: Any, package: str) -> bool:
 
 
 def check_called(value: Any, package: str, argument: str, namespace: str) -> None:
-    """Refuses a function of a package, such as `optaxclip.methods`, that the user forgot to call.
+    """Refuses a function of a package, such as `optaxclip.transforms`, that the user forgot to call.
 
     Users find it in `namespace`, such as `optaxclip`.
     """

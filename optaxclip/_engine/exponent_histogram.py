@@ -62,9 +62,9 @@ def _histogram_plan(leaves: list[Any], plan: Plan, *, wide: bool) -> Plan:
         grouping = dataclasses.replace(grouping, axes=whole, layout="vector")
         reduced = tuple(map(placement.axes_of, range(len(leaves))))
         placement = dataclasses.replace(
-            placement, reduced_mesh_axes=reduced, kept=((),) * len(leaves)
+            placement, reduced_mesh_axes=reduced, kept_mesh_axes=((),) * len(leaves)
         )
     groups = tuple(dataclasses.replace(x, shape=(*x.shape, *behind)) for x in groups)
     kept = tuple((*axes, (), ()) for axes in placement.kept_mesh_axes)
-    placement = dataclasses.replace(placement, kept=kept)
+    placement = dataclasses.replace(placement, kept_mesh_axes=kept)
     return Plan(dataclasses.replace(grouping, groups=groups), placement)
