@@ -9,6 +9,7 @@ import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
+from optaxclip._backend.skip_step import tree_where
 from optaxclip._base.state import copy_arrays, register_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, PyTree, ThresholdRule
@@ -17,7 +18,7 @@ from optaxclip._engine.clip import make_clip, scope_norms
 from optaxclip._engine.options import Options
 from optaxclip.accumulate.loss import DataSharding
 from optaxclip.thresholds.constant import check_threshold
-from optaxclip.transforms.rule_evaluation import evaluate_rule, tree_where
+from optaxclip.transforms.rule_evaluation import evaluate_rule
 
 NAME = "accumulate.value_and_grad"
 NONFINITE = "nonfinite"
