@@ -66,7 +66,7 @@ def test_code_runs(page, block):
         assert found["losses"][-1] < found["losses"][0] / 2
     if "record" in found:
         record = {name.split("/")[-1]: value for name, value in found["record"].items()}
-        assert (record["norm"], record["limit"]) == (5.0, 1.0)
+        assert (record["norm"], record["threshold"]) == (5.0, 1.0)
         assert record["factor"] == pytest.approx(0.2)
     if "norm" in found:
         assert float(found["norm"]) == 5.0
@@ -81,7 +81,7 @@ def test_code_runs(page, block):
         assert log["scale_loss/num_skipped"] > 0
         assert log["scale_loss/loss_scale"] == 2.0 ** (17 - log["scale_loss/num_skipped"])
     if "suggestion" in found:
-        assert found["suggestion"].limit > np.median(found["norms"])
+        assert found["suggestion"].threshold > np.median(found["norms"])
     if "epsilon" in found:
         assert 5.0 < found["epsilon"] < 10.0
     if "split" in found:
@@ -93,8 +93,8 @@ def test_code_runs(page, block):
         assert found["last_factor"] == pytest.approx(0.4)
     if "unit_norms" in found:
         np.testing.assert_allclose(found["unit_norms"], found["unit_limits"], 1e-6)
-    if "verdict" in found:
-        assert found["verdict"] == "skipped"
+    if "status" in found:
+        assert found["status"] == "skipped"
     if "bad" in found:
         assert found["bad"] == ("b",)
         assert not any(update.any() for update in found["updates"].values())
