@@ -204,13 +204,14 @@ def docstrings(monkeypatch):
 
 def test_docstrings_become_markdown(docstrings):
     text = (
-        "Title of `optaxclip.clip`.\n\n"
+        "Title of `optaxclip.clip` (`docs/faq.md`).\n\n"
         "As in::\n\n  a = 1\n\n  b = 2\n\nText.\n\n  x | y\n  --|--\n  1 | 2\n\n"
         "Source: arXiv\n2502.11034.\n\n"
         "Args:\n  x: what\n    it is.\n\nExample:\n  >>> 1\n  1\n\n  >>> 2\n  2"
     )
     assert docstrings.as_markdown(text) == (
-        'Title of <autoref identifier="optaxclip.clip" optional>`optaxclip.clip`</autoref>.'
+        'Title of <autoref identifier="optaxclip.clip" optional>`optaxclip.clip`</autoref>'
+        " ([FAQ](../../faq/))."
         "\n\nExamples:\n  >>> 1\n  1\n\n  >>> 2\n  2\n"
         "\n\nAs in:\n\n```text\na = 1\n\nb = 2\n```\n\nText.\n\n"
         "```text\nx | y\n--|--\n1 | 2\n```\n\n"
