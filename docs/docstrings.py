@@ -98,7 +98,9 @@ def as_markdown(text: str) -> str:
 
 def _page_link(match: re.Match[str]) -> str:
     """Returns a link to a page of the site, with the page's title."""
-    title = (ROOT / match[1]).read_text("utf-8").partition("\n")[0].removeprefix("# ")
+    title = (
+        (ROOT / match[1]).read_text("utf-8").partition("\n")[0].removeprefix("# ")
+    )
     return f"[{title}](../../{match[2]}/)"
 
 
