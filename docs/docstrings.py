@@ -101,7 +101,7 @@ def _page_link(match: re.Match[str]) -> str:
     title = (
         (ROOT / match[1]).read_text("utf-8").partition("\n")[0].removeprefix("# ")
     )
-    return f"[{title}](../../{match[2]}/)"
+    return f"[{title}](../{match[2]}.md)"
 
 
 def _fenced(block: re.Match[str]) -> str:

@@ -211,7 +211,7 @@ def test_docstrings_become_markdown(docstrings):
     )
     assert docstrings.as_markdown(text) == (
         'Title of <autoref identifier="optaxclip.clip" optional>`optaxclip.clip`</autoref>'
-        " ([FAQ](../../faq/))."
+        " ([FAQ](../faq.md))."
         "\n\nExamples:\n  >>> 1\n  1\n\n  >>> 2\n  2\n"
         "\n\nAs in:\n\n```text\na = 1\n\nb = 2\n```\n\nText.\n\n"
         "```text\nx | y\n--|--\n1 | 2\n```\n\n"
