@@ -7,14 +7,12 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def rows():
-    """The cells of the tables of methods in "Choosing a method"."""
-    lines = (DOCS / "which.md").read_text("utf-8").splitlines()
-    table, inside = [], False
-    for line in lines:
-        inside = line.startswith("|") and (inside or line == "| method | use for | notes and evidence |")
-        if inside and line.startswith("| ["):
-            table.append([cell.strip() for cell in line.strip("|").split(" | ")])
-    return table
+    """Returns the cells of the tables of methods in "Choosing a method"."""
+    text = (DOCS / "which.md").read_text("utf-8")
+    head = re.escape("| method | use for | notes and evidence |\n|---|---|---|\n")
+    tables = re.findall(rf"{head}((?:\|.*\n)+)", text)
+    lines = "".join(tables).splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
 def test_every_row_of_which_method_has_evidence_or_says_that_there_is_none():
