@@ -46,7 +46,7 @@ class Docstrings(griffe.Extension):
         while modules:
             members = [
                 found
-                for found in modules.pop().leaf_indices.values()
+                for found in modules.pop().members.values()
                 if not found.is_alias
             ]
             modules += [found for found in members if found.is_module]
