@@ -225,7 +225,7 @@ def test_the_reference_names_options_once(docstrings):
 
     extensions = griffe.load_extensions(docstrings.Docstrings)
     package = griffe.load("optaxclip", extensions=extensions)
-    text = package["methods.fixed.clip_by_norm"].docstring.value
+    text = package["transforms.norm_clips.clip_by_norm"].docstring.value
     assert "**options: `norm='l2'`, `nonfinite='nan'`, `strict=False`" in text
     assert "optaxclip.NormOptions" in text
     assert "checkify" not in text  # what they mean stands on a page of its own
