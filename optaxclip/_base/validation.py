@@ -95,9 +95,8 @@ def _explain_call(
             hint = did_you_mean(keyword, accepted)
             if keyword in replacements:
                 hint = f"; pass {replacements[keyword]}"
-            return (
-                f"{name}() got an unexpected keyword argument {keyword!r}"
-                + (f"{hint} (accepted: {accepted})" if hint else f"; use one of {accepted}")
+            return f"{name}() got an unexpected keyword argument {keyword!r}" + (
+                f"{hint} (accepted: {accepted})" if hint else f"; use one of {accepted}"
             )
     if len(args) > len(positional):
         return (

@@ -201,7 +201,13 @@ def document_options(options: type) -> Callable[[Function], Function]:
             _, _, after = rest.partition("\n\n")
             # The docstrings of the classes above contain the lines about the options.
             lines: dict[str, str] = {}
-            for kind in (ShardingOptions, TransformOptions, RescaleOptions, NormOptions, ClipOptions):
+            for kind in (
+                ShardingOptions,
+                TransformOptions,
+                RescaleOptions,
+                NormOptions,
+                ClipOptions,
+            ):
                 name = ""
                 _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
                 for line in section.splitlines():

@@ -1,6 +1,6 @@
 """Records: computes the `ClipInfo` of a step with running counts.
 
-  norms, thresholds, factors f32[groups], non-finite groups bool[groups]  ->  ClipInfo [names]
+norms, thresholds, factors f32[groups], non-finite groups bool[groups]  ->  ClipInfo [names]
 """
 
 import functools
