@@ -59,7 +59,7 @@ def validate_call(
             kind = TypeError if isinstance(error, TypeError) else ValueError
             once = f"{one_shot_call}, or " * bool(one_shot_call)
             raise kind(
-                f"{error}. Note that {fn.__name__} makes a transformation; to clip gradients, use "
+                f"{error}. {fn.__name__} makes a transformation. To clip gradients, use "
                 f"{once}tx = {fn.__name__}(...) with tx.update(grads, state, params)"
             ) from None
 
