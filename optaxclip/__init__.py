@@ -1,9 +1,9 @@
 """optaxclip: gradient clipping for JAX.
 
-This module contains Optax transformations with the names from Optax and the papers. Most of them are
-calls of `clip_by` with parts from `scopes`, `norms`, `thresholds` and `responses`. `ops` contains
-TensorFlow's clipping functions for pytrees, `per_example` clips the gradients of single examples,
-and `accumulate` computes gradients with microbatches.
+This module contains Optax transformations with the names from Optax and the papers. Most of them
+are calls of `clip_by` with parts from `scopes`, `norms`, `thresholds` and `responses`. `ops`
+contains TensorFlow's clipping functions for pytrees, `per_example` clips the gradients of single
+examples, and `accumulate` computes gradients with microbatches.
 """
 
 import typing as _typing

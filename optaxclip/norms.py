@@ -68,9 +68,9 @@ def _divide(total: Array, count: Any) -> Array:
     return total / count
 
 
-l1: Norm = Norm("l1", jnp.abs, lambda total, count: total)
-l2: Norm = Norm("l2", _abs_square, lambda total, count: safe_sqrt(total), degree=2)
-linf: Norm = Norm("linf", jnp.abs, lambda total, count: total, is_max=True)
+l1: Norm = Norm("l1", jnp.abs, lambda total, _: total)
+l2: Norm = Norm("l2", _abs_square, lambda total, _: safe_sqrt(total), degree=2)
+linf: Norm = Norm("linf", jnp.abs, lambda total, _: total, is_max=True)
 rms: Norm = Norm("rms", _abs_square, lambda total, n: safe_sqrt(_divide(total, n)), degree=2)
 mean_abs: Norm = Norm("mean_abs", jnp.abs, _divide)
 average_l2: Norm = Norm(

@@ -261,7 +261,7 @@ _MAX_FLOAT32 = float(jnp.finfo(jnp.float32).max)
 
 
 def _check_range(value: Any, low: float, high: float, argument: str) -> float:
-    """Checks that `value` is a number of Python from `low` to `high`, and converts it to a float."""
+    """Checks that `value` is a Python number from `low` to `high`, and converts it to a float."""
     if isinstance(value, jax.Array):
         raise ValueError(
             f"{argument} must be a Python number, because a program is compiled for each value, "
