@@ -58,10 +58,17 @@ def test_what_there_is():
     assert len(PUBLIC) > 50
     shown = {name for name in dir(optaxclip) if not name.startswith("__")}
     namespaces = {*NAMESPACES, "norms", "plots", "scopes"}
-    types = {"ClipByValueState", "ClipInfo", "ClipState", "Thresholds", "SkipState", "Threshold"}
+    types = {
+        "ClipByValueState",
+        "ClipInfo",
+        "ClipState",
+        "Thresholds",
+        "SkipState",
+        "ThresholdRule",
+    }
     types |= {"Heads", "LossScaleState", "StableAdamState"}
     types |= {"SecondMomentState"}
-    types |= {f"{kind}Options" for kind in ("Clip", "Norm", "Place", "Scale", "Stage")}
+    types |= {f"{kind}Options" for kind in ("Clip", "Norm", "Rescale", "Sharding", "Transform")}
     assert shown == namespaces | types | {name.split(".")[1] for name in functions_of_the_top()}
 
 

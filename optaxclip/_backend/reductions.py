@@ -221,8 +221,17 @@ def max_abs_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dt
     The bits of floats of at least 0 are in the order of the floats, with NaN above infinity. So a
     maximum over devices keeps a NaN, which `lax.pmax` of floats loses on a CPU (JAX 0.10.2).
     """
-    x = scale_by_real(cast_elements(leaf, dtype), by)
-    integer = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
+    x, integer = cast_elements(leaf, dtype), jnp.dtype(f"int{jnp.finfo(dtype).bits}")
     # The mask clears the sign bit, which a NaN may have.
-    bits = lax.bitcast_convert_type(jnp.abs(x), integer) & integer.type(jnp.iinfo(integer).max)
-    return lax.reduce(bits, integer.type(0), lax.max, axes)
+    mask = integer.type(jnp.iinfo(integer).max)
+
+    def of_integers(x: Array) -> Array:
+        bits = lax.bitcast_convert_type(jnp.abs(scale_by_real(x, by)), integer) & mask
+        return lax.reduce(bits, integer.type(0), lax.max, axes)
+
+    def of_floats(x: Array) -> Array:
+        return lax.bitcast_convert_type(cpu.largest_modulus(x, axes=axes), integer) & mask
+
+    if x.dtype != jnp.float32:
+        return of_integers(x)
+    return lax.platform_dependent(x, cpu=of_floats, default=of_integers)

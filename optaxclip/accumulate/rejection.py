@@ -9,6 +9,7 @@ import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
+from optaxclip._backend.skip_step import tree_where
 from optaxclip._base.state import copy_arrays, register_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, PyTree, ThresholdRule
@@ -17,7 +18,7 @@ from optaxclip._engine.clip import make_clip, scope_norms
 from optaxclip._engine.options import Options
 from optaxclip.accumulate.loss import DataSharding
 from optaxclip.thresholds.constant import check_threshold
-from optaxclip.transforms.rule_evaluation import evaluate_rule, tree_where
+from optaxclip.transforms.rule_evaluation import evaluate_rule
 
 NAME = "accumulate.value_and_grad"
 NONFINITE = "nonfinite"
@@ -74,16 +75,18 @@ class MicrobatchProcessor:
 
     @classmethod
     def create(
-        cls, clip: Any, reject: Any, measure: bool, places: DataSharding
+        cls, clip: Any, reject_rule: Any, compute_norms: bool, places: DataSharding
     ) -> "MicrobatchProcessor":
         """A `MicrobatchProcessor` for what a user passed."""
-        if not check_bool(measure, "measure") and not (clip is None and reject is None):
+        if not check_bool(compute_norms, "compute_norms") and not (
+            clip is None and reject_rule is None
+        ):
             raise ValueError(
                 "compute_norms=False leaves nothing to judge microbatches by: pass clip=None and "
-                f"reject_rule=None with it, got clip={clip!r:.60} and reject_rule={reject!r:.60}"
+                f"reject_rule=None with it, got clip={clip!r:.60} and reject_rule={reject_rule!r:.60}"
             )
-        rule = _check_reject_rule(reject)
-        return cls(_check_clip(clip), rule, reject is not None, measure, places)
+        rule = _check_reject_rule(reject_rule)
+        return cls(_check_clip(clip), rule, reject_rule is not None, compute_norms, places)
 
     def init(self, params: PyTree) -> AccumulateState:
         """The state before the first microbatch."""
@@ -163,7 +166,7 @@ def _check_clip(clip: Any) -> Any:
         return None
     if isinstance(clip, optax.GradientTransformation):
         return optax.with_extra_args_support(clip)
-    for package in ("optaxclip.methods", "optaxclip._engine"):
+    for package in ("optaxclip.transforms", "optaxclip._engine"):
         check_called(clip, package, "clip", "optaxclip")
     threshold = check_threshold(clip, "clip")
     if isinstance(threshold, dict):
@@ -174,20 +177,20 @@ def _check_clip(clip: Any) -> Any:
     return threshold
 
 
-def _check_reject_rule(reject: Any) -> ThresholdRule | None:
-    """`reject`, checked, as a rule; None if it is not a rule."""
-    if reject is None:
+def _check_reject_rule(reject_rule: Any) -> ThresholdRule | None:
+    """`reject_rule`, checked, as a rule; None if it is not a rule."""
+    if reject_rule is None:
         return None
-    if isinstance(reject, str):
-        if reject == NONFINITE:
+    if isinstance(reject_rule, str):
+        if reject_rule == NONFINITE:
             return None
         raise ValueError(
-            f"reject must be {NONFINITE!r}, None, or a rule of optaxclip.thresholds, got {reject!r}"
+            f"reject_rule must be {NONFINITE!r}, None, or a rule of optaxclip.thresholds, got {reject_rule!r}"
         )
-    rule = check_threshold(reject, "reject")
+    rule = check_threshold(reject_rule, "reject_rule")
     if isinstance(rule, dict):
         raise TypeError(
-            f"reject must be one rule, for the norm of the whole gradient, got {reject!r:.80}"
+            f"reject_rule must be one rule, for the norm of the whole gradient, got {reject_rule!r:.80}"
         )
     return rule.as_pytree()
 

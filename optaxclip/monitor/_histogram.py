@@ -135,7 +135,7 @@ class Histogram:
         Example:
           >>> import numpy as np
           >>> counts, edges = np.array([0, 3, 0, 2]), np.array([0.25, 0.5, 1.0, 2.0, 4.0])
-          >>> print(*Histogram(counts, edges, zeros=0, nonfinite=0, step=0).by_exponent())
+          >>> print(*Histogram(counts, edges, num_zero=0, num_nonfinite=0, step=0).list_by_exponent())
           [3 0 2] [-1.  0.  1.  2.]
         """
         known = np.flatnonzero(self.counts)
@@ -274,7 +274,7 @@ def histogram(
       ...         print(f"above {low}, up to {high}: {count}")
       above 2.0, up to 4.0: 2
       above 4.0, up to 8.0: 1
-      >>> print(found.zeros, found.nonfinite, found.step)
+      >>> print(found.num_zero, found.num_nonfinite, found.step)
       1 1 0
     """
     every = check_int(every, 1, "every")

@@ -111,7 +111,7 @@ def metrics(
     *,
     since: PyTree | None = None,
     top: int = 0,
-    entries: bool = False,
+    per_group: bool = False,
 ) -> dict[str, Array]:
     """The records as a flat dict of scalars; it works inside of the compiled step too.
 
@@ -160,7 +160,7 @@ def metrics(
     `read(state)["clip_by_norm"].names[index]`. `scalars` gives the name itself, as
     `record/top/0/name`. If there are fewer leaves than `top`, there are fewer numbers.
 
-    Each label has numbers of its own (scopes `group` and `muon`). With `entries`, so has each leaf,
+    Each label has numbers of its own (scopes `group` and `muon`). With `per_group`, so has each leaf,
     and each layer of a stack: `clip_by/norm/layers/00`. Otherwise there may be very many leaves,
     units, or states under `vmap`, so one number stands for all of them. The worst entry is the one
     with the largest ratio of norm to threshold, of equal ones (to rounding) the first; a norm that is
@@ -178,7 +178,7 @@ def metrics(
         counted. None counts from the first step. Between two logs keep `counts`, because a step
         that takes the state as a donated argument deletes it.
       top: how many of the worst leaves or groups to show.
-      entries: whether each leaf, layer or group has numbers of its own.
+      per_group: whether each leaf, layer or group has numbers of its own.
 
     Returns:
       A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
@@ -204,7 +204,7 @@ def metrics(
       5.0
     """
     found = loggable_records(opt_state, "metrics")
-    labels = _labels(found, entries)
+    labels = _labels(found, per_group)
     numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
     arrays, rates = memory.put_on_device(numbers)
     rows = zip(arrays, labels, strict=True)
@@ -222,7 +222,7 @@ def scalars(
     *,
     since: PyTree | None = None,
     top: Literal[0] = 0,
-    entries: bool = False,
+    per_group: bool = False,
 ) -> dict[str, float]: ...
 @overload
 def scalars(
@@ -231,7 +231,7 @@ def scalars(
     *,
     since: PyTree | None = None,
     top: int,
-    entries: bool = False,
+    per_group: bool = False,
 ) -> dict[str, Any]: ...
 def scalars(
     opt_state: PyTree,
@@ -239,7 +239,7 @@ def scalars(
     *,
     since: PyTree | None = None,
     top: int = 0,
-    entries: bool = False,
+    per_group: bool = False,
 ) -> dict[str, Any]:
     """The numbers of `metrics` as Python floats on the host, ready for a log.
 
@@ -254,7 +254,7 @@ def scalars(
       prefix: as in `metrics`.
       since: as in `metrics`.
       top: as in `metrics`.
-      entries: as in `metrics`.
+      per_group: as in `metrics`.
 
     Returns:
       A dict from name to Python float. With `top`, `.../top/0/name` is the leaf's name, a string,
@@ -286,15 +286,15 @@ def scalars(
       w 5.0
       v 2.0
     """
-    return scalars_on_host(opt_state, prefix, since, top, entries, "scalars")
+    return scalars_on_host(opt_state, prefix, since, top, per_group, "scalars")
 
 
 def scalars_on_host(
-    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, entries: bool, caller: str
+    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, per_group: bool, caller: str
 ) -> dict[str, Any]:
     """What `scalars` gives; messages name the `caller`."""
     found = loggable_records(opt_state, caller)
-    labels = _labels(found, entries)
+    labels = _labels(found, per_group)
     numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
     arrays, rates = fetch_to_host(numbers, caller)
     rows = zip(arrays, labels, strict=True)
@@ -317,10 +317,10 @@ def _check_records(numbers: Numbers, top: int) -> Numbers:
     return numbers
 
 
-def _labels(found: Mapping[str, Recorded], entries: bool) -> list[tuple[str, ...]]:
+def _labels(found: Mapping[str, Recorded], per_group: bool) -> list[tuple[str, ...]]:
     """For each record, the entries that have numbers of their own."""
-    entries = check_bool(entries, "entries")
-    return [labels_of(state, entries) for state in found.values()]
+    check_bool(per_group, "per_group")
+    return [labels_of(state, per_group) for state in found.values()]
 
 
 def _index(state: Recorded, index: Any) -> dict[str, Any]:
@@ -366,7 +366,7 @@ def json_line(
     *,
     since: PyTree | None = None,
     top: int = 0,
-    entries: bool = False,
+    per_group: bool = False,
     **more: Any,
 ) -> str:
     """What `scalars` gives, as one line of valid JSON.
@@ -380,7 +380,7 @@ def json_line(
       opt_state: as in `read`.
       since: as in `metrics`.
       top: as in `scalars`.
-      entries: as in `metrics`.
+      per_group: as in `metrics`.
       more: what else belongs to the step; it comes before the scalars: numbers, arrays of one
         number, strings, bools or None.
 
@@ -399,7 +399,7 @@ def json_line(
       >>> print(line.split(", ")[:3])
       ['{"step": 7', '"loss": 0.5', '"clip_by_global_norm/norm": null']
     """
-    found = scalars_on_host(opt_state, "", since, top, entries, "json_line")
+    found = scalars_on_host(opt_state, "", since, top, per_group, "json_line")
     if twice := sorted(found.keys() & more.keys()):
         raise ValueError(f"{twice[0]!r} is the name of a scalar: give what is passed another one")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}

@@ -60,8 +60,8 @@ def step_was_applied(opt_state: PyTree) -> Array:
       >>> opt_state = tx.init(params)
       >>> for batch in (jnp.array([1.0, 3.0]), jnp.array([jnp.nan, 1.0])):
       ...     updates, opt_state = tx.update(params - batch, opt_state)
-      ...     mean = jnp.where(taken(opt_state), 0.9 * mean + 0.1 * batch.mean(), mean)
-      ...     print(taken(opt_state), mean)
+      ...     mean = jnp.where(step_was_applied(opt_state), 0.9 * mean + 0.1 * batch.mean(), mean)
+      ...     print(step_was_applied(opt_state), mean)
       True 0.2
       False 0.2
     """
@@ -198,7 +198,7 @@ def step_status(opt_state: PyTree, roll_back_after: int = 10) -> StepStatus:
       >>> opt_state = tx.init(jnp.zeros(2))
       >>> for size in (1.0, 20.0, 30.0, 2.0):
       ...     _, opt_state = tx.update(jnp.array([0.0, size]), opt_state)
-      ...     print(verdict(opt_state, roll_back_after=2))
+      ...     print(step_status(opt_state, roll_back_after=2))
       ok
       skipped
       roll back

@@ -83,10 +83,10 @@ def summary_inputs(state: Recorded) -> dict[str, Any]:
     return {key: unbox(x) for key, x in found.items()}
 
 
-def labels_of(state: Recorded, entries: bool) -> tuple[str, ...]:
+def labels_of(state: Recorded, per_group: bool) -> tuple[str, ...]:
     """The entries that have numbers of their own: those with labels, or all; empty if none has."""
     names = names_of(state)
-    if names.is_user_label or not entries:
+    if names.is_user_label or not per_group:
         return tuple(names) if names.is_user_label else ()
     is_histogram = isinstance(state, HistogramState)
     kept = {} if isinstance(state, NoiseScaleState) else summary_inputs(state)

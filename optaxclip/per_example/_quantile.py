@@ -156,7 +156,7 @@ def adjust_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike)
 
     Example:
       >>> from optaxclip import per_example
-      >>> print(per_example.adjusted_noise_multiplier(1.0, 5.0))
+      >>> print(per_example.adjust_noise_multiplier(1.0, 5.0))
       1.0050378
     """
     noise_multiplier = check_minimum(noise_multiplier, 0, "noise_multiplier")

@@ -1,15 +1,14 @@
-"""Judges a number by a threshold rule, and selects what a step keeps after the judgement."""
+"""Judges a number by a threshold rule."""
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import PartitionSpec
 
 import optaxclip._backend.meshes as meshes
 from optaxclip._backend.global_view import global_view
-from optaxclip._base.numerics import match_weak_type, saturating_cast, select
+from optaxclip._base.numerics import saturating_cast
 from optaxclip._base.state import safe_increment
 from optaxclip._base.types import ClipInfo, PyTree, ThresholdRule
 from optaxclip.thresholds.constant import evaluate_schedules
@@ -78,42 +77,3 @@ def _out_specs(rule: ThresholdRule, state: PyTree, *_: Any) -> tuple[PartitionSp
 
 
 _thresholds_of = global_view(out_like=_out_specs)(update_rule)
-
-
-def tree_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
-    """`old` where `where` is True, else `new`, in the dtypes and structure of `new`."""
-
-    def choose(y: Any, x: Any) -> Any:
-        if getattr(y, "dtype", None) == jax.dtypes.float0:
-            return y
-        if is_nonnumeric(y):
-            return jnp.where(where, x, y)
-        return _where(where, x, y)
-
-    return jax.tree.map(choose, new, old)
-
-
-def tree_zero_where(where: Array, tree: PyTree) -> PyTree:
-    """Zeros where `where` is True, else the tree; PRNG keys and `float0` leaves stay."""
-    return jax.tree.map(lambda x: x if is_nonnumeric(x) else _zero_where(where, x), tree)
-
-
-# A compiled function of its own, so that it is traced once for leaves that are alike.
-@jax.jit
-def _zero_where(where: Array, x: Array) -> Array:
-    return match_weak_type(select(where, 0, x), x)
-
-
-@global_view(out_like="y")
-def _where(where: Array, x: Array, y: Array) -> Array:
-    chosen = lax.select(where, x.astype(y.dtype), y)
-    # The weak type stays: if a state's type changed, the next step would be compiled again.
-    return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
-
-
-def is_nonnumeric(x: Any) -> bool:
-    """Whether a leaf has no numbers to compute with: `float0` or a PRNG key."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        return False
-    return dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended)

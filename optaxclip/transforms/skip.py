@@ -12,6 +12,7 @@ import optaxclip._backend.memory as memory
 import optaxclip._backend.meshes as meshes
 import optaxclip.scopes as scopes
 from optaxclip._backend.global_view import Transformation, transformation
+from optaxclip._backend.skip_step import select_results, skip_step
 from optaxclip._base.state import (
     StaticNames,
     check_state,
@@ -42,7 +43,7 @@ from optaxclip.thresholds.constant import (
 )
 from optaxclip.thresholds.loss import check_loss_threshold, loss_from_extra_args
 from optaxclip.thresholds.rule import params_if_needed
-from optaxclip.transforms.rule_evaluation import evaluate_rule, tree_where, tree_zero_where
+from optaxclip.transforms.rule_evaluation import evaluate_rule
 
 CheckedTree = Literal["gradients", "updates"]
 
@@ -146,12 +147,15 @@ def skip_wrapper(
         norm = get_known_norm(options, extra_args, "scalar")
         # Checked before the optimizer, whose own errors would not name the updates.
         incoming = flatten(updates, "updates").match_name_style(state.leaves)
-        # The optimizer runs at every step, and its results may be dropped after it: so the norms
-        # that it takes of the updates share a read with these.
-        new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        flat = incoming
-        if check == "updates":
-            flat = flatten(new_updates, "updates").match_name_style(state.leaves)
+
+        def step(
+            updates: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]
+        ) -> tuple[PyTree, PyTree]:
+            return inner.update(updates, state, params, **extra_args)
+
+        operands = (updates, state.inner_state, params, extra_args)
+        taken = step(*operands) if check == "updates" else None
+        flat = flatten(taken[0], "updates").match_name_style(state.leaves) if taken else incoming
         names, leaf_norms = StaticNames(), jnp.zeros(0)
         if norm is None:
             # The two norms take one read, because the compiler sums each leaf once.
@@ -185,7 +189,12 @@ def skip_wrapper(
         if of_loss is not None:
             loss_state = LossState(of_loss.rule_state, of_loss.update_info(state.loss.info, skip))
         leaves, blamed = _update_bad_leaves(state, names, of_norm.find_offending(leaf_norms), skip)
-        return tree_zero_where(skip, new_updates), SkipState(
+        new_updates, inner_state = (
+            select_results(skip, state.inner_state, *taken)
+            if taken
+            else skip_step(skip, step, *operands)
+        )
+        return new_updates, SkipState(
             rule=of_norm.rule_state,
             info=of_norm.update_info(state.info, skip),
             num_skipped=safe_increment(state.num_skipped, skip),
@@ -195,7 +204,7 @@ def skip_wrapper(
             leaves=leaves,
             is_bad_leaf=blamed,
             loss=loss_state,
-            inner_state=after_skip(tree_where(skip, state.inner_state, inner_state), skip),
+            inner_state=after_skip(inner_state, skip),
         )
 
     return transformation(init, update)

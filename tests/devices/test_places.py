@@ -49,13 +49,18 @@ def in_region(specs, given=None, grouping=COLUMNS, tracked=True, **options):
 
 def assert_place(found, reduced, kept=(((),), ()), **others):
     expected = dict.fromkeys(("mesh", "explicit_mesh", "automatic_mesh"))
-    expected |= {"reduced": reduced, "kept": kept, "in_one_piece": False, "specs": ()} | others
+    expected |= {
+        "reduced_mesh_axes": reduced,
+        "kept_mesh_axes": kept,
+        "is_unsharded": False,
+        "specs": (),
+    } | others
     assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_plain_arrays_lie_in_one_piece():
     found = place(LEAVES)
-    assert_place(found, (NONE, NONE), in_one_piece=True)
+    assert_place(found, (NONE, NONE), is_unsharded=True)
     assert found.all_axes == NONE
     assert found.num_shards(0) == 1
     assert found.map_shards(len) is len
@@ -106,7 +111,7 @@ def test_types_tell_on_an_explicit_mesh():
     alone = jax.make_mesh((1, 2), ("a", "b"), (AxisType.Explicit,) * 2)
     x = jax.device_put(LEAVES["x"], NamedSharding(alone, P("a")))
     found = place({"x": x, "y": LEAVES["y"]})
-    assert_place(found, (NONE, NONE), in_one_piece=True, explicit_mesh=found.explicit_mesh)
+    assert_place(found, (NONE, NONE), is_unsharded=True, explicit_mesh=found.explicit_mesh)
     assert found.explicit_mesh is not None
 
 
@@ -115,7 +120,7 @@ def test_of_sparse_leaves_types_tell_nothing():
     y = jax.device_put(LEAVES["y"], NamedSharding(EXPLICIT, P("a")))
     grouping = Grouping((Group(("tree",), (0, 1)),), ((0,), (0,)), "scalar")
     found = place({"x": sparse, "y": y}, grouping)
-    assert_place(found, (NONE, NONE), ((), ()), in_one_piece=True)
+    assert_place(found, (NONE, NONE), ((), ()), is_unsharded=True)
 
 
 def test_in_a_region_that_tracks_what_varies():

@@ -17,6 +17,7 @@ ROWS = jnp.ones((2, 3))
 ARGUMENTS = GIVEN | {
     "accumulate.value_and_grad": {"loss_fn": jnp.dot, "microbatch_size": 1},
     "clip_tree": {"tree": ROWS, "thresholds": 1.0, "scope": scopes.tree()},
+    **{f"monitor.{name}": {"opt_state": ()} for name in ("json_line", "metrics", "scalars")},
     "per_example.clipped_grad": {"loss_fn": jnp.dot, "threshold": 1.0},
     "per_example.explain": {"loss_fn": jnp.dot},
     "per_example.grad_norms": {"loss_fn": jnp.dot},

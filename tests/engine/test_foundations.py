@@ -78,9 +78,9 @@ def test_gradients_among_arguments_are_told_and_other_arrays_are_not():
 
 
 def test_a_function_of_ours_that_was_not_called():
-    assert validation.is_uncalled_factory(optaxclip.clip, "optaxclip.methods")
+    assert validation.is_uncalled_factory(optaxclip.clip, "optaxclip.transforms")
     for other in (optaxclip.clip(1.0).update, optax.clip, 3, StaticNames.index):
-        assert not validation.is_uncalled_factory(other, "optaxclip.methods")
+        assert not validation.is_uncalled_factory(other, "optaxclip.transforms")
     assert not validation.is_uncalled_factory(optaxclip.clip, "optaxclip.method")
 
 

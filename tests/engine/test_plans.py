@@ -107,9 +107,9 @@ def test_norms_are_products_that_hold_the_whole_range(from_above):
         found = of_float64(value)
     narrow = np.where(value == 1e39, MAX, value).astype(np.float32)
     np.testing.assert_allclose(found.norm, narrow, rtol=1e-6)
-    size = np.asarray(found.size)
+    size = np.asarray(found.scale)
     np.testing.assert_array_equal(np.frexp(size)[0], np.full(len(value), 0.5))
-    fraction, finite = np.asarray(found.fraction), np.isfinite(value)
+    fraction, finite = np.asarray(found.mantissa), np.isfinite(value)
     usual = finite & (np.abs(np.log10(np.where(value > 0, value, 1))) < 37)
     assert np.all((fraction[usual & (value > 0)] >= 1) & (fraction[usual & (value > 0)] < 2))
     known = usual & (value > 0)
@@ -117,11 +117,11 @@ def test_norms_are_products_that_hold_the_whole_range(from_above):
     divisor = np.float64(found.divisor)[known]
     np.testing.assert_allclose(divisor, true, rtol=2e-7)
     assert np.all(divisor >= true) or not from_above
-    assert float(found.bound[0]) == 0
+    assert float(found.upper_bound[0]) == 0
     of_float32 = jax.jit(ScaledNorms.from_value)(np.float32([0, 3, 1, INF]), 4.0)
     np.testing.assert_array_equal(of_float32.norm, [0, 12, 4, INF])
-    np.testing.assert_array_equal(of_float32.fraction, [0, 1.5, 1, INF])
-    np.testing.assert_array_equal(of_float32.size[:3], [1, 8, 4])
+    np.testing.assert_array_equal(of_float32.mantissa, [0, 1.5, 1, INF])
+    np.testing.assert_array_equal(of_float32.scale[:3], [1, 8, 4])
     np.testing.assert_array_equal(of_float32.divisor[:3], [1, 1.5, 1])
     above = of_float32.from_above(0.25)
     np.testing.assert_array_equal(above.bound, [0, 15, 5, INF])

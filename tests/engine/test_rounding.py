@@ -86,7 +86,7 @@ def platform(request, monkeypatch):
     """As on a CPU, or as elsewhere."""
     if request.param == "sums in float32":
         measurement = engine_measure._NormFn
-        monkeypatch.setattr(measurement, "in_float64", measurement.compute_in_own_dtype)
+        monkeypatch.setattr(measurement, "compute_in_float64", measurement.compute_in_own_dtype)
     jax.clear_caches()
     yield
     jax.clear_caches()

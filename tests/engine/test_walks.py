@@ -4,7 +4,6 @@ Each walk has the shape of one that a trainer makes, not its code.
 """
 
 import dataclasses
-import pickle
 from collections.abc import Mapping
 
 import flax.serialization
@@ -117,16 +116,3 @@ def test_a_flat_state_dict_holds_arrays_alone(name):
     found = [x for x in flat.values() if x is not None]
     assert len(found) == len(jax.tree.leaves(STATES[name]))
     assert all(hasattr(x, "dtype") for x in found)
-
-
-# What `pickle.dumps(Names(("a", "b"), ((2,), ()), True), 0)` was when names were a tuple.
-OF_A_TUPLE = (
-    b"coptaxclip._base.states\nNames\np0\n((Va\np1\nVb\np2\ntp3\n((I2\ntp4\n(ttp5\nI01\ntp6\nRp7\n."
-)
-
-
-def test_pickles_of_names_that_were_tuples():
-    names = pickle.loads(OF_A_TUPLE)
-    assert (names.entries, names.shapes, names.is_user_label) == (("a", "b"), ((2,), ()), True)
-    again = pickle.loads(pickle.dumps(names))
-    assert (again.entries, again.shapes, again.is_user_label) == (("a", "b"), ((2,), ()), True)

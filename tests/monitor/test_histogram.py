@@ -49,8 +49,8 @@ def assert_counts(found, sizes):
     finite = sizes[np.isfinite(sizes) & (sizes > 0)]
     bins = np.searchsorted(found.edges, finite, side="left") - 1
     np.testing.assert_array_equal(found.counts, np.bincount(bins, minlength=len(found.counts)))
-    assert found.zeros == np.sum(sizes == 0)
-    assert found.nonfinite == np.sum(~np.isfinite(sizes))
+    assert found.num_zero == np.sum(sizes == 0)
+    assert found.num_nonfinite == np.sum(~np.isfinite(sizes))
     assert found.num_nan == np.sum(np.isnan(sizes))
 
 
@@ -316,7 +316,7 @@ def fit(counts, dtype=jnp.float16, **options):
 
 def test_format_fit_allows_exactly_the_share():
     counts = {2.0**-40: 1, 2.0**-10: 3}
-    assert fit(counts, lost=0.25).lowest < fit(counts, lost=0.2).lowest
+    assert fit(counts, max_lost_fraction=0.25).lowest < fit(counts, max_lost_fraction=0.2).lowest
 
 
 def test_format_fit_needs_no_scale_at_ends():

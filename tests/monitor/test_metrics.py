@@ -325,7 +325,7 @@ def test_entries_have_keys_for_each_layer():
     tx = optax.chain(*stages, monitor.histogram(scope=scope), optaxclip.clip_by_global_norm(1.0))
     grads = {"layers": jnp.array([[3.0, 4.0], [0.0, 2.0]]), "head": jnp.array([1.0])}
     state = tx.update(grads, tx.init(grads))[1]
-    numbers = monitor.scalars(state, entries=True)
+    numbers = monitor.scalars(state, per_group=True)
     by_layer = {"head": 1, "layers/0": 5, "layers/1": 2}
     assert {name: numbers[f"clip_by/norm/{name}"] for name in by_layer} == by_layer
     assert numbers["clip_by/num_clipped/layers/0"] == numbers["clip_by/steps"] == 1
@@ -333,11 +333,11 @@ def test_entries_have_keys_for_each_layer():
     assert numbers["histogram/median_exponent/layers/1"] == 0
     assert "clip_by/norm" not in numbers
     np.testing.assert_allclose(numbers["clip_by_global_norm/norm"], 11.25**0.5, rtol=1e-5)
-    inside = jax.jit(lambda state: monitor.metrics(state, entries=True))(state)
+    inside = jax.jit(lambda state: monitor.metrics(state, per_group=True))(state)
     assert inside.keys() == numbers.keys()
     np.testing.assert_allclose([*map(float, map(inside.get, numbers))], [*numbers.values()])
-    with pytest.raises(TypeError, match="entries must be"):
-        monitor.scalars(state, entries=1)
+    with pytest.raises(TypeError, match="per_group must be"):
+        monitor.scalars(state, per_group=1)
 
 
 def test_learning_rates_are_in_the_log():

@@ -74,7 +74,7 @@ def test_clipped_microbatches_have_the_noise_of_what_is_left():
 
 
 def sums(signal, variance):
-    return monitor.noise.NoiseSums(jnp.float32(signal), jnp.float32(variance))
+    return accumulate.NoiseSums(jnp.float32(signal), jnp.float32(variance))
 
 
 def run(tx, *given):

@@ -11,6 +11,7 @@ from flax import serialization
 
 import optaxclip
 from optaxclip import monitor, scopes
+from optaxclip.monitor._find_states import find
 from optaxclip.monitor._record import RecordState
 
 PARAMS = {"body": jnp.ones((2, 3)), "head": jnp.ones(2)}
@@ -116,7 +117,7 @@ def test_record_inside_skip_keeps_step_numbers(wrap):
         steps.append(monitor.histograms(state)["tree"].step)
     np.testing.assert_array_equal(monitor.history(state, "record"), [2, jnp.nan, jnp.nan, 5])
     assert monitor.scalars(state)["record/steps"] == 6
-    (record,) = monitor.states.find(state, RecordState).values()
+    (record,) = find(state, RecordState).values()
     assert record.num_skipped == 3
     found = monitor.history(state, "events")
     assert found["step"].tolist() == [2, 3, 4, 5]

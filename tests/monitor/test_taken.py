@@ -183,7 +183,9 @@ def test_in_flax():
 
 def test_without_a_skip_the_error_says_what_came():
     for tx in (optaxclip.clip_by_global_norm(1.0), sgd(), optax.apply_if_finite(sgd(), 3)):
-        with pytest.raises(ValueError, match=r"monitor\.taken .* finds none in what it got: \w+"):
+        with pytest.raises(
+            ValueError, match=r"monitor\.step_was_applied .* finds none in what it got: \w+"
+        ):
             monitor.step_was_applied(tx.init(PARAMS))
     with pytest.raises(ValueError, match=r"got: dict, with the leaves 'a', 'b'\. Put skip_"):
         monitor.step_was_applied(PARAMS)

@@ -10,6 +10,7 @@ import jax.extend.core as jex
 from jax import Array
 
 import optaxclip.per_example.ghost.primitives as primitives
+from optaxclip._base.programs import extract_piece, is_literal, last_uses
 from optaxclip.per_example.ghost.primitives import Loop
 
 
@@ -164,10 +165,10 @@ class ParamTracker:
         steps: list[Step] = []
         sites: list[MatmulSite] = []
         param_free_eqns: list[Any] = []
-        last_uses = _last_uses(jaxpr)
+        used_until = last_uses(jaxpr)
 
         def read_atom(atom: Any) -> References:
-            found = () if primitives.is_literal(atom) else env.get(atom, ())
+            found = () if is_literal(atom) else env.get(atom, ())
             return tuple(ref for ref in found if ref.leaf not in self.dense)
 
         for number, eqn in enumerate(jaxpr.eqns):
@@ -180,11 +181,11 @@ class ParamTracker:
             if step is None:
                 param_free_eqns.append((number, eqn))
                 continue
-            steps += _run(param_free_eqns, last_uses)
+            steps += _run(param_free_eqns, used_until)
             param_free_eqns = []
             steps.append(step)
             sites += step.inner.sites if step.inner else [step.site] if step.site else []
-        steps += _run(param_free_eqns, last_uses)
+        steps += _run(param_free_eqns, used_until)
         return Program(jaxpr, consts, steps, sites), [read_atom(atom) for atom in jaxpr.outvars]
 
     def mark_materialized(self, references: Sequence[ParamSlice], reason: str) -> None:
@@ -276,26 +277,12 @@ def _site(
     return MatmulSite(kind, eqn, position, refs[position], lengths, is_checkpointed)
 
 
-def _run(numbered: list[tuple[int, Any]], last_uses: dict[Any, int]) -> list[Step]:
+def _run(numbered: list[tuple[int, Any]], used_until: dict[Any, int]) -> list[Step]:
     """One step for equations in a row; an empty list if there are none."""
     if not numbered:
         return []
-    eqns, last = [eqn for _, eqn in numbered], numbered[-1][0]
-    defined = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
-    used = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
-    inputs = [v for v in used if v not in defined]
-    outputs = [v for v in defined if last_uses.get(v, -1) > last]
-    return [Step(None, inputs, outputs, primitives.sub_jaxpr(eqns, inputs, outputs))]
-
-
-def _last_uses(jaxpr: jex.Jaxpr) -> dict[Any, int]:
-    """For each variable, the number of the last equation that uses it."""
-    found = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars)}
-    return found | dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not primitives.is_literal(atom)]
+    piece = extract_piece([eqn for _, eqn in numbered], numbered[-1][0], used_until)
+    return [Step(None, piece.inputs, piece.outputs, piece.program)]
 
 
 @jax.custom_vjp
@@ -322,7 +309,7 @@ def evaluate(
     data: list[Any] = []
 
     def read(atom: Any) -> Any:
-        return atom.val if primitives.is_literal(atom) else known[atom]
+        return atom.val if is_literal(atom) else known[atom]
 
     for step in program.steps:
         inputs = [read(atom) for atom in step.inputs]

@@ -4,7 +4,6 @@ No other file reads these. If a parameter of the loss meets an equation that thi
 know, its gradient is materialized for each example, which is right for every equation.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import eval_jaxpr
+
+from optaxclip._base.programs import is_literal, make_program
 
 IDENTITY_PRIMITIVES = frozenset(
     {"convert_element_type", "copy", "copy_p", "sharding_constraint", "reshard", "mesh_cast"}
@@ -43,24 +44,6 @@ KNOWN |= {SCAN, CONCATENATE, STOP_GRADIENT, DOT_GENERAL, GATHER, CONVOLUTION}
 _FLOATS = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 
 
-def is_literal(atom: Any) -> bool:
-    """Whether an operand is a constant inside of the program."""
-    return isinstance(atom, jex.Literal)
-
-
-def sub_jaxpr(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> jex.Jaxpr:
-    """A program with some of the equations of another program."""
-    effects: Any = frozenset().union(*(eqn.effects for eqn in eqns))
-    lists = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
-    return _empty().replace(**lists, effects=effects)
-
-
-@functools.cache
-def _empty() -> jex.Jaxpr:
-    """A traced program without equations; to construct one takes debug info (JAX 0.10.2)."""
-    return jax.make_jaxpr(lambda: ())().jaxpr
-
-
 def run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """The outputs of a program."""
     return eval_jaxpr(jaxpr, consts, *values)
@@ -69,7 +52,7 @@ def run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 def apply(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The outputs of one equation, from a value for each operand."""
     known = {v: x for v, x in zip(eqn.invars, values, strict=True) if not is_literal(v)}
-    return run(sub_jaxpr([eqn], list(known), eqn.outvars), (), list(known.values()))
+    return run(make_program([eqn], list(known), eqn.outvars), (), list(known.values()))
 
 
 def move(eqn: Any, x: Array) -> list[Array]:

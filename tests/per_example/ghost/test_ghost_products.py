@@ -47,7 +47,7 @@ def own_products(loss, params, batch):
     def norms_and_sums(backward, by):
         norms = Norms.create(plan, backward, grouping, jnp.zeros(call.examples, bool))
         sums = [norms.sum_weighted([by], are_ordinary=flag) for flag in (False, True)]
-        return norms.recompute_exact() if norms.cancellation_error else norms.upper, sums
+        return norms.recompute_exact() if norms.lost else norms.upper, sums
 
     by = Multiplier(*[jax.ShapeDtypeStruct((call.examples,), jnp.float32)] * 2)
     program = jax.make_jaxpr(norms_and_sums)(backward, by)

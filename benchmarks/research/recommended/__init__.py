@@ -1,0 +1,1 @@
+"""Compares candidates for the line that the README recommends, as `../recommended.md` defines."""
