@@ -32,32 +32,36 @@ TEXTS = {path: path.read_text("utf-8") for path in FILES}
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-PREPOSITIONS = set(
-    "of by in at on over under from to as with without across beside among between around after "
-    "before into onto within until per for against like".split()
-)
-NOT_PARTICIPLES = set("embed feed need speed seed shed".split())
-IRREGULAR_PARTICIPLES = set(
-    "taken given known held found told kept made shown drawn written brought said lost seen chosen "
-    "beaten".split()
-)
-VERBS = set(
-    "accepts accumulate add align all_reduce allow append apply are assert assign average bind "
-    "broadcast build call cast check choose clamp clip collect combine compare compute concatenate "
-    "constrain convert copy count create decode decorate dedupe deduplicate define derive describe "
-    "differentiate dispatch divide document donate draw encode ensure estimate evaluate expand "
-    "explain export fetch fill filter finalize find finish fit flatten forbid force format gather "
-    "get group handle has hash hide ignore import increment infer init insert install invert is "
-    "iterate join label learn list load log loop make map mark mask match materialize measure "
-    "merge mix move multiply name need needs negate normalize observe order pack pad parse "
-    "partition pick place plot pmax predict prepare prescale print process propagate psum put pvary "
-    "raise ramp read rebind recompute record reduce register remove rename replace replicate "
-    "require rescale reset reshape resolve restore return reuse rotate round run sample save scale "
-    "scan scatter select set shard should show skip slice smooth sort split squeeze stack start "
-    "step stop strip suggest sum summarize supports sweep take test trace track train transform "
-    "transpose try unbind unbox unflatten ungroup uninstall unpack unshard unstack update use uses "
-    "validate visit vmap walk warn wrap write zero".split()
-)
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+PREPOSITIONS = _words("""
+across after against among around as at before beside between by for from in into like of on onto
+over per to under until with within without
+""")
+IRREGULAR_PARTICIPLES = _words("""
+beaten brought chosen drawn found given held kept known lost made said seen shown taken told
+written
+""")
+NOT_PARTICIPLES = _words("embed need seed speed")
+VERBS = _words("""
+accepts add align all_reduce allow annotate append apply are assert average bind box broadcast
+build call cast check choose clamp clip collect combine compare compute concatenate constrain
+convert copy count create decode deduplicate define delete derive describe differentiate dispatch
+divide donate draw drop encode ensure estimate evaluate expand expect explain export fetch fill
+filter finalize find finish fit flatten forbid force format gather get group handle has hash hide
+import infer init inline insert install invert is iter iterate label learn lerp list load log loop
+make map mark mask match materialize measure merge mix move multiply name needs negate normalize
+order pack pad parse partition pick place plot pmax predict prepare prescale print process
+propagate psum put pvary raise ramp read rebind recompute record reduce register remove rename
+replace replicate require rescale reset resolve restore return reuse round run sample save scale
+scan scatter select set shard should show skip slice sort split squeeze stack start step stop strip
+suggest sum summarize supports sweep take test trace track train transform transpose try unbind
+unbox unflatten ungroup uninstall unpack unshard unstack update use uses validate view visit vmap
+walk warn wrap write zero
+""")
 
 
 def count_levels() -> int:
@@ -73,10 +77,8 @@ def count_levels() -> int:
                 modules = [alias.name for alias in node.names]
             else:
                 continue
-            ours = [name.split(".")[1:] for name in modules if name.startswith("optaxclip.")]
-            units = {name[0] for name in ours if (PACKAGE / name[0]).exists()} | {
-                name[0] for name in ours if (PACKAGE / f"{name[0]}.py").exists()
-            }
+            ours = {name.split(".")[1] for name in modules if name.startswith("optaxclip.")}
+            units = {x for x in ours if (PACKAGE / x).exists() or (PACKAGE / f"{x}.py").exists()}
             imports.setdefault(unit, set()).update(units - {unit})
 
     def level(unit: str) -> int:
@@ -105,19 +107,15 @@ def name_statistics() -> str:
 
 def comment_ratio(path: Path) -> tuple[int, int]:
     """Returns the number of lines with comments and of lines with code, without docstrings."""
-    text, documented = TEXTS[path], set()
+    lines = TEXTS[path].splitlines()
+    code = {i for i, line in enumerate(lines, 1) if line.strip() and line.strip()[0] != "#"}
     for node in ast.walk(TREES[path]):
         is_owner = isinstance(node, (ast.Module, ast.ClassDef, *DEFINITIONS))
-        if is_owner and ast.get_docstring(node, clean=False) is not None:
-            first = node.body[0]
-            documented |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        if is_owner and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            code -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(TEXTS[path]).readline)
     comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
-    code = [
-        number
-        for number, line in enumerate(text.splitlines(), 1)
-        if line.strip() and number not in documented and not line.strip().startswith("#")
-    ]
     return len(comments), len(code)
 
 

@@ -95,6 +95,8 @@ def _explain_call(
             hint = did_you_mean(keyword, accepted)
             if keyword in replacements:
                 hint = f"; pass {replacements[keyword]}"
+            elif keyword in ("scope", "response") and "name" in accepted:
+                hint = f"; use clip_by(scope, threshold, response=...) for a custom {keyword}"
             return f"{name}() got an unexpected keyword argument {keyword!r}" + (
                 f"{hint} (accepted: {accepted})" if hint else f"; use one of {accepted}"
             )

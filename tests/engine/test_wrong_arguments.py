@@ -175,11 +175,11 @@ WITHOUT_A_THRESHOLD = (
 @pytest.mark.parametrize("name", WITHOUT_A_THRESHOLD)
 def test_a_number_alone_is_no_threshold_of_what_finds_its_own(name):
     make = getattr(optaxclip, name)
-    said = rf"^{name}\(\) takes only keyword arguments, got 1.0; it computes"
+    said = rf"^{name}\(\) accepts only keyword arguments, got 1.0; use clip_by_global"
     with pytest.raises(TypeError, match=said) as raised:
         make(1.0)
     takes_cap = "max_norm" in inspect.signature(make).parameters
-    assert ("or pass max_norm=1.0 for a cap on it" in str(raised.value)) == takes_cap
+    assert ("or max_norm=1.0 for an upper bound" in str(raised.value)) == takes_cap
     with pytest.raises(TypeError, match="positional"):
         optaxclip.clip_by_second_moment(1.0)
 
