@@ -111,6 +111,7 @@ def lp(p: float) -> Norm:
         return linf
     if not 0 < p <= 64:
         raise ValueError(f"p must be above 0 and at most 64 (or math.inf), got {p!r}")
+    # The common norms have faster implementations.
     if p in (1, 2):
         return l1 if p == 1 else l2
     return _power_norm(np.asarray(p).item())
@@ -122,6 +123,7 @@ def _power_norm(p: float) -> Norm:
 
     def power(x: Array) -> Array:
         size = jnp.abs(x)
+        # The derivative of a power below 1 is infinite at 0.
         zero = size == 0
         return jnp.where(zero, 0, jnp.where(zero, 1, size) ** p)
 
@@ -145,6 +147,7 @@ def as_norm(norm: str | Norm) -> Norm:
     check_called(norm, __name__, "norm", "norms")
     if isinstance(norm, str) and norm in _BY_NAME:
         return _BY_NAME[norm]
+    # NumPy and PyTorch denote norms by their order, and matrix norms by names.
     text = str(float(norm) if is_real(norm) and np.ndim(norm) == 0 else norm).lower()
     similar = _FOREIGN_NAMES.get(text)
     if not isinstance(norm, str):

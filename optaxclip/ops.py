@@ -94,6 +94,7 @@ def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: Array
     low = elementwise.check_bound(clip_value_min, "clip_value_min")
     high = elementwise.check_bound(clip_value_max, "clip_value_max")
     are_integers = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in (low, high))
+    # TensorFlow clips integers to integer bounds.
     homes, integers = memory.memory_spaces(tree), "measure" if are_integers else "error"
     flat = flatten(memory.put_on_device(tree), "tree", integer_policy=integers)
     clamped = elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
@@ -302,6 +303,7 @@ def clip_cotangent(
         ]
     else:
         threshold, backs = _as_scalar(clip_value, "clip_value"), [_clip_elements] * len(leaves)
+        # Options of norms have no effect here, so all but their defaults are errors.
         options |= {"axes": axes, "specs": specs, "nonfinite": None if nonfinite == "nan" else ""}
         unused = [name for name, value in options.items() if value is not None]
         if unused:
@@ -311,6 +313,7 @@ def clip_cotangent(
             )
     results = []
     for leaf, back in zip(leaves, backs, strict=True):
+        # The cotangent of a sparse array is the cotangent of its stored elements.
         values = jnp.asarray(get_stored_values(leaf))
         results.append(replace_values(leaf, transform_cotangent(values, back, threshold)))
     return flat.unflatten(results)
@@ -319,6 +322,7 @@ def clip_cotangent(
 def _clip_leaf(
     name: str, specs: PyTree, cotangent: Array, threshold: Array, **options: Any
 ) -> Array:
+    # Under `vmap` inside `shard_map`, it is unknown which devices share an example.
     if specs is None and options["axis_name"] is None:
         cotangent = forbid_vmap(cotangent, "clip_cotangent")
     options |= {"specs": None if specs is None else {name: specs}, "name": "clip_cotangent"}

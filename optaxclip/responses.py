@@ -186,9 +186,10 @@ class _Band:
         )
         edge = low * jnp.where(jnp.isinf(target), 0, target)
         new = jnp.maximum(clip(norm, trigger, target), edge)
-        if self.max_factor < math.inf:
+        if self.max_factor < math.inf:  # The product of infinity and 0 would be NaN.
             new = jnp.minimum(new, largest * norm)
         new = jnp.maximum(new, smallest * norm)
+        # No factor can scale a norm of 0 to the edge.
         return jnp.where(norm == 0, norm, new)
 
 
@@ -290,6 +291,7 @@ def as_response(response: str | Response) -> Response:
       TypeError: If `response` is a function that makes responses, such as `band`.
     """
     if callable(response):
+        # `clip` and others are responses, and `band` and others return responses.
         if response not in _BY_NAME.values():
             check_called(response, "optaxclip.responses", "response", "responses")
         return response

@@ -63,8 +63,8 @@ def told(make=None, **extra):
 
 
 TYPE_ERRORS = {
-    r"lp\(\) got an unexpected keyword argument 'q'; use one of \['p'\]": lambda: optaxclip.norms.lp(
-        q=2
+    r"lp\(\) got an unexpected keyword argument 'q'; use one of \['p'\]": lambda: (
+        optaxclip.norms.lp(q=2)
     ),
     "clip_norm must be a number or scalar array, got <function": lambda: ops.clip_by_norm(
         jnp.ones(1), lambda count: 1.0
@@ -75,15 +75,17 @@ TYPE_ERRORS = {
     r"a scope must be called with a tree, got .*; pass static_args=\(\"scope\",\) to optax\.inject_hyperparams": lambda: (
         injected(TREE)
     ),
-    r"a scope must be called with a tree, got .*; pass static_args=\(\"scope\",\) to optax": lambda: injected(
-        scopes.unit()
+    r"a scope must be called with a tree, got .*; pass static_args=\(\"scope\",\) to optax": lambda: (
+        injected(scopes.unit())
     ),
     "'f' .* eqx.filter": lambda: ops.global_norm({"f": jnp.tanh, "w": jnp.ones(1)}),
     "window must be an int of at least 1": lambda: optaxclip.autoclip(window=1.5),
     r"tree, the first argument, must be .*, got 1\.0 .* first, .* clip_by_global_norm\(grads, 1\.0\)": lambda: (
         ops.clip_by_global_norm(1.0, GRADS)
     ),
-    r"tree, the first argument, must be the gradients, got -1\.0 ": lambda: ops.clip_by_value(-1.0, 1.0, GRADS),
+    r"tree, the first argument, must be the gradients, got -1\.0 ": lambda: ops.clip_by_value(
+        -1.0, 1.0, GRADS
+    ),
     "clip_norm must be .* of type dict": lambda: ops.clip_by_global_norm(jnp.ones(2), GRADS),
     "clip_value_max .* type dict": lambda: ops.clip_by_value(jnp.ones(2), 1.0, GRADS),
     r"got 1.0 of type float; .* clip_by\(scopes.leaf": lambda: clip_by(1.0, LEAF),
@@ -98,16 +100,14 @@ TYPE_ERRORS = {
     r"^inner must be an Optax .* is the first argument; got ThresholdRule\(": lambda: skip_above(
         thresholds.zscore(), SGD
     ),
-    r"max_consecutive must .*; combine .* optax\.chain\(clip, optimizer\)": lambda: (
-        skip_nonfinite(optaxclip.zclip(), SGD)
-    ),
-    r"threshold must .*; combine transformations by ": lambda: skip_above(
+    r"max_consecutive must .*; combine .* optax\.chain\(clip, optimizer\)": lambda: skip_nonfinite(
         optaxclip.zclip(), SGD
     ),
+    r"threshold must .*; combine transformations by ": lambda: skip_above(optaxclip.zclip(), SGD),
     r"skip_nonfinite\(\) requires \['inner'\]; .* adding a stage to the chain, "
     r"as in skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
-    r"requires \['threshold'\]; .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: skip_above(
-        1.0
+    r"requires \['threshold'\]; .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: (
+        skip_above(1.0)
     ),
     r"^clip_by_global_norm\(\) requires \['max_norm'\]; call "
     r"clip_by_global_norm\(max_norm\)$": clip_by_global_norm,
@@ -129,8 +129,8 @@ TYPE_ERRORS = {
     r"keyword argument 'inclusive'; use one of \['ratio', ": lambda: optaxclip.clip_by_ema_norm(
         inclusive=True
     ),
-    r"'scope'; use clip_by\(scope, threshold, .* \(accepted: \['max_norm'": lambda: optaxclip.clip_by_norm(
-        1.0, scope=1
+    r"'scope'; use clip_by\(scope, threshold, .* \(accepted: \['max_norm'": lambda: (
+        optaxclip.clip_by_norm(1.0, scope=1)
     ),
     "must be from optaxclip.scopes.* got 'leaf' of": lambda: clip_by("leaf", 1.0),
     "must be from optaxclip.scopes.* got 'leaf'": lambda: clip_tree(GRADS, 1.0, scope="leaf"),
@@ -242,9 +242,11 @@ VALUE_ERRORS = {
         [jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])
     ),
     r"labels has the leaves 'x' \(dict\), the gradients have .* "
-    r"'layer0', .*, \.\.\. \(dict\), got the leaves 'x' \(dict\)": lambda: by_labels({"x": "a"}, GRADS),
-    r"have the leaves 'w' .*, got the leaves 'w/k' .* a function \(path, leaf\)": lambda: (
-        by_labels({"w": {"k": "a"}}, {"w": jnp.ones(2)})
+    r"'layer0', .*, \.\.\. \(dict\), got the leaves 'x' \(dict\)": lambda: by_labels(
+        {"x": "a"}, GRADS
+    ),
+    r"have the leaves 'w' .*, got the leaves 'w/k' .* a function \(path, leaf\)": lambda: by_labels(
+        {"w": {"k": "a"}}, {"w": jnp.ones(2)}
     ),
     "stacked must be a pytree prefix of the gradients": lambda: clip_by(
         scopes.leaf(stacked={"x": 1}), 1.0
@@ -269,14 +271,22 @@ VALUE_ERRORS = {
     r"max_consecutive .* of shape \(2,\)": lambda: skip_above(SGD, 1.0, jnp.ones(2, int)),
     "max_consecutive must be at least 1, got 0": lambda: skip_above(SGD, 1.0, jnp.int32(0)),
     "clip_cotangent must get either clip_norm or clip_value, got neither": cotangent,
-    "clip_cotangent must get either clip_norm or clip_value, got both": lambda: cotangent(clip_norm=1.0, clip_value=1.0),
+    "clip_cotangent must get either clip_norm or clip_value, got both": lambda: cotangent(
+        clip_norm=1.0, clip_value=1.0
+    ),
     r"clip_norm must be a scalar.*\(2,\)": lambda: cotangent(clip_norm=np.ones(2)),
     r"clip_value must be a scalar.*\(2,\)": lambda: cotangent(clip_value=np.ones(2)),
-    r"axes must be from -2 to 1 for leaf 'h' of shape \(2, 2\), got \(2,\)": lambda: cotangent(clip_norm=1.0, axes=2),
+    r"axes must be from -2 to 1 for leaf 'h' of shape \(2, 2\), got \(2,\)": lambda: cotangent(
+        clip_norm=1.0, axes=2
+    ),
     "nonfinite must be one of": lambda: cotangent(clip_norm=1.0, nonfinite="off"),
     "specs must be a pytree prefix": lambda: cotangent(clip_norm=1.0, specs={"k": jax.P()}),
-    "axes must not be passed with clip_value, .* pass clip_norm": lambda: cotangent(clip_value=1.0, axes=0),
-    "nonfinite must not be passed with clip_value": lambda: cotangent(clip_value=1.0, nonfinite="zero"),
+    "axes must not be passed with clip_value, .* pass clip_norm": lambda: cotangent(
+        clip_value=1.0, axes=0
+    ),
+    "nonfinite must not be passed with clip_value": lambda: cotangent(
+        clip_value=1.0, nonfinite="zero"
+    ),
     "axis_name, specs must not be": lambda: cotangent(clip_value=1.0, axis_name="x", specs=jax.P()),
     "^loss_threshold must not be NaN": lambda: skip_above(SGD, 1.0, loss_threshold=np.nan),
     "^loss_threshold must be a scalar": lambda: skip_above(SGD, 1.0, loss_threshold=np.ones(2)),
@@ -303,18 +313,28 @@ VALUE_ERRORS = {
     r"axes must be from -2 to 1 for leaf 'w' of shape \(2, 3\), got \(2,\)": lambda: scoped(
         scopes.axes(2)
     ),
-    r"axes must be .* for leaf 'w' of shape \(2, 3\), got \(0, -3\)": lambda: scoped(scopes.axes((0, -3))),
-    r"axes must be from -1 to 0 for leaf 'w' of shape \(3,\), got \(1,\)": lambda: scoped(scopes.unit(axis=1, stacked=1)),
+    r"axes must be .* for leaf 'w' of shape \(2, 3\), got \(0, -3\)": lambda: scoped(
+        scopes.axes((0, -3))
+    ),
+    r"axes must be from -1 to 0 for leaf 'w' of shape \(3,\), got \(1,\)": lambda: scoped(
+        scopes.unit(axis=1, stacked=1)
+    ),
     r"thresholds are given for the groups \['a'\].* \['tree'\]": lambda: clip_tree(
         ONE, {"a": 1.0}, scope=TREE
     ),
     r"clip_by: .* passed to init, got \['b'\]": lambda: clip_by(LEAF, 1.0).update(ONE, STATE(W)),
-    r"clip_by: .* passed to init, got \['b'\], which these params do not have": lambda: clip_by(LEAF, 1.0).update(
-        ONE, STATE({})
+    r"clip_by: .* passed to init, got \['b'\], which these params do not have": lambda: clip_by(
+        LEAF, 1.0
+    ).update(ONE, STATE({})),
+    r"^axes must be all 2 axes of the sparse leaf 'w', got \(0,\)": lambda: scoped(
+        scopes.unit(), {"w": SPARSE}
     ),
-    r"^axes must be all 2 axes of the sparse leaf 'w', got \(0,\)": lambda: scoped(scopes.unit(), {"w": SPARSE}),
-    "^axes must be all 2 axes of the sparse leaf 'w', got 0": lambda: scoped(scopes.axes(0), {"w": SPARSE}),
-    "^the sparse leaf 'w' must have a single group": lambda: scoped(scopes.leaf(stacked=1), {"w": SPARSE}),
+    "^axes must be all 2 axes of the sparse leaf 'w', got 0": lambda: scoped(
+        scopes.axes(0), {"w": SPARSE}
+    ),
+    "^the sparse leaf 'w' must have a single group": lambda: scoped(
+        scopes.leaf(stacked=1), {"w": SPARSE}
+    ),
     r"given for the groups \['a', 'b'\], but the groups are": lambda: scoped(
         scopes.group({"w": "a"}), threshold={"a": 1.0, "b": thresholds.zscore()}
     ),

@@ -28,6 +28,7 @@ def norm_dtype(dtypes: Iterable[Any]) -> jnp.dtype:
 def is_real(x: Any) -> bool:
     """Returns `True` for real numbers and arrays of real numbers, except bools."""
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        # `jnp.issubdtype`, because NumPy does not treat bfloat16 as a floating-point type.
         return jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
@@ -59,6 +60,7 @@ def saturating_cast(x: Array, dtype: jnp.dtype) -> Array:
     info = jnp.finfo(dtype)
     if jnp.finfo(x.dtype).max <= info.max:
         return x.astype(dtype)
+    # `astype` converts values beyond the range to infinity, or to NaN without an infinity.
     clamped = jnp.clip(x, float(info.min), float(info.max))
     has_infinity = np.isinf(np.asarray(np.inf).astype(dtype))
     return (jnp.where(jnp.isinf(x), x, clamped) if has_infinity else clamped).astype(dtype)
@@ -181,7 +183,7 @@ def combine_norms(norms: Array) -> Array:
 
 def combine_norms_factored(norms: Array) -> tuple[Array, Array]:
     """Returns `combine_norms` as a factor and a power of two, because it may overflow."""
-    unit = floor_pow2(jnp.max(norms, initial=0))
+    unit = floor_pow2(jnp.max(norms, initial=0))  # []
     return safe_sqrt(jnp.sum(jnp.square(divide_by_pow2(norms, unit)))), unit
 
 
@@ -205,6 +207,7 @@ def divide_no_nan(x: Array, y: Array, otherwise: Array | float) -> Array:
     powers of `1 / y`, which may overflow although the derivatives do not.
     """
     zero = y == 0
+    # The unit cancels in the quotient, so it needs no derivative.
     unit = lax.stop_gradient(floor_pow2(jnp.abs(y)))
     return jnp.where(
         zero, otherwise, divide_by_pow2(x, unit) / jnp.where(zero, 1, divide_by_pow2(y, unit))
@@ -227,6 +230,7 @@ def scale_by_exp(x: Array, log_factor: Array) -> Array:
     change it again.
     """
     info = jnp.finfo(jnp.result_type(x))
+    # NaN is also unchanged, because both comparisons below are False.
     product = jnp.clip(x * jnp.exp(log_factor), float(info.tiny), float(info.max))
     return jnp.where((x > 0) & (x <= float(info.max)), product, x)
 
@@ -246,13 +250,14 @@ def floor_pow2_unclamped(x: Array) -> Array:
     """
     info = jnp.finfo(x.dtype)
     integer = jnp.dtype(f"int{info.bits}").type
-    exponent_bits = integer((2**info.nexp - 1) << info.nmant)
+    exponent_bits = integer((2**info.nexp - 1) << info.nmant)  # all bits of the exponent
     bits = lax.bitcast_convert_type(x, integer) & exponent_bits
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
 def clamp_pow2(power: Array) -> Array:
     """Clamps powers of two to those with a normal reciprocal."""
+    # The reciprocal of the largest power of two is subnormal, and may be flushed to zero.
     tiny = jnp.finfo(power.dtype).tiny
     return lax.clamp(tiny, power, 1 / tiny)
 
@@ -282,5 +287,6 @@ def divide_by_pow2(x: Array, power: Array) -> Array:
 
 def nextafter_up(x: Array) -> Array:
     """Returns the next larger number of the dtype, for finite `x >= 0`."""
+    # Non-negative floats are ordered like their bit patterns.
     integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) + integer.type(1), x.dtype)

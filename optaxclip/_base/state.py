@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -53,11 +53,7 @@ class StaticNames:
     def __len__(self) -> int:
         return len(self.names)
 
-    @overload
-    def __getitem__(self, where: int) -> str: ...
-    @overload
-    def __getitem__(self, where: slice) -> tuple[str, ...]: ...
-    def __getitem__(self, where: int | slice) -> str | tuple[str, ...]:
+    def __getitem__(self, where: int | slice) -> Any:
         return self.names[where]
 
     def index(self, name: str) -> int:
@@ -105,16 +101,10 @@ def register_state(cls: Kind) -> Kind:
     fields: tuple[str, ...] = cls._fields
     static = [field for field in fields if cls.__annotations__[field] is StaticNames]
     if not static:
+        # JAX already treats named tuples as pytree nodes, so only the serialization is missing.
         return jax.export.register_namedtuple_serialization(cls, serialized_name=name)
     arrays = [field for field in fields if field not in static]
     jax.tree_util.register_dataclass(cls, data_fields=arrays, meta_fields=static)
-
-    def serialize(aux_data: Sequence[StaticNames]) -> bytes:
-        # Shapes are not stored, because they may be symbolic and are ignored in comparisons.
-        return json.dumps([(names.names, names.is_user_label) for names in aux_data]).encode()
-
-    def deserialize(stored: bytes) -> tuple[StaticNames, ...]:
-        return tuple(StaticNames(tuple(names), (), label) for names, label in json.loads(stored))
 
     def unflatten(aux_data: Any, children: Sequence[Any]) -> Any:
         return cls(**dict(zip((*arrays, *static), (*children, *aux_data), strict=True)))
@@ -122,8 +112,13 @@ def register_state(cls: Kind) -> Kind:
     return jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=name,
-        serialize_auxdata=serialize,
-        deserialize_auxdata=deserialize,
+        # Shapes are not stored, because they may be symbolic and are ignored in comparisons.
+        serialize_auxdata=lambda aux_data: json.dumps(
+            [(names.names, names.is_user_label) for names in aux_data]
+        ).encode(),
+        deserialize_auxdata=lambda stored: tuple(
+            StaticNames(tuple(names), (), is_label) for names, is_label in json.loads(stored)
+        ),
         from_children=unflatten,
     )
 
@@ -144,6 +139,7 @@ def safe_increment(count: Array, where: Array | bool = True, *, period: int = 1)
             f"counters of the state must be integers, got the dtype {count.dtype}, in which a "
             "counter may stop increasing; cast only the floating-point leaves of a state"
         )
+    # Without this, the count would wrap around to the most negative number.
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)
     # A product, because JAX cannot `vmap` a select in a `jit` on an explicit mesh (as of 0.10.2).

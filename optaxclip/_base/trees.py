@@ -59,6 +59,7 @@ class FlatTree(NamedTuple):
         own = [np.shape(leaf) for leaf in self.inexact_leaves()]
         if not self.global_shapes:
             return own
+        # A leaf with an unknown global shape is described by the shape of its shard.
         both = zip(own, self.global_shapes, strict=True)
         return [shape if of_all is None else of_all for shape, of_all in both]
 
@@ -143,6 +144,7 @@ def _unique_paths(paths: list[Path], tree: PyTree) -> list[Path]:
         children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
         return [path for path, _ in children] == [(value_key,)]
 
+    # Finding boxes takes time, so trees without a path that ends in `value` skip it.
     if any(path and path[-1] == value_key for path in paths):
         nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
         boxes = {path for path, node in nodes if is_box(node)}
@@ -187,6 +189,7 @@ def dtype_of(leaf: Any) -> Any:
     """Returns the dtype of a number or an array, or None if JAX does not support the leaf."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
+        # Python numbers are leaves too. Strings and functions have no dtype.
         is_number = isinstance(leaf, (bool, int, float, complex))
         return jnp.result_type(type(leaf)) if is_number else None
     kinds = (np.bool_, np.number, jax.dtypes.float0, jax.dtypes.prng_key)
@@ -240,10 +243,12 @@ def broadcast_prefix(
     if not flat.inexact_indices:
         return []
     if is_function(value, flat.tree()):
+        # A function with two arguments receives paths and leaves, other functions the tree.
         if accepts_args(value, "path", None) or not accepts_args(value, "tree"):
             return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.inexact_indices]
         fn_of_tree: Any = value
         value = fn_of_tree(flat.tree())
+    # Positions instead of leaves, because a leaf could be a sparse array, which is a subtree.
     positions = jax.tree_util.tree_unflatten(flat.treedef, list(range(len(flat.leaves))))
     try:
         broadcast = jax.tree.broadcast(value, positions)
@@ -348,6 +353,7 @@ class Grouping:
                 f"{size} norms, as if it was initialized under jax.vmap; call the update under "
                 "jax.vmap too, or start with a new state"
             )
+        # The state may contain more groups, for example if a step has no gradients for some leaves.
         own = set(self.names)
         if unknown := sorted(own - set(stored)):
             remedy = "; initialize the state with all params"
@@ -360,6 +366,7 @@ class Grouping:
                 f"{name}: the updates must have the groups of the params that were passed to init, "
                 f"got {unknown}, which these params do not have{remedy}"
             )
+        # Groups without leaves keep their norms and counters in the state.
         with_shapes = zip(stored, stored.shapes or ((),) * size, strict=True)
         absent = [Group((x,), (), shape) for x, shape in with_shapes if x not in own]
         ordered = tuple(sorted([*self.groups, *absent], key=lambda group: group.names))
@@ -381,7 +388,7 @@ def warn_if_many_norms(grouping: Grouping, name: str) -> None:
     """Warns if there are so many norms that the axes of the groups are probably wrong."""
     counts = [math.prod(group.shape) for group in grouping.groups]
     if any(static_size_or_none(count) is None for count in counts):
-        return
+        return  # The counts are symbolic in `jax.export`.
     total = sum(counts)
     if total > NUM_NORMS_WARNING:
         largest = counts.index(max(counts))

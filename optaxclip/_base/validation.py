@@ -39,7 +39,7 @@ def validate_call(
     """
 
     def decorate(fn: Function) -> Function:
-        signature = inspect.signature(fn)
+        signature = inspect.signature(fn)  # Includes the options from `document_options`.
 
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -83,6 +83,7 @@ def _explain_call(
     accepted = [p.name for p in named]
     positional = [p.name for p in named if p.kind != p.KEYWORD_ONLY]
     keyword_only = accepted[len(positional) :]
+    # A number is probably a threshold, which methods with adaptive thresholds do not accept.
     if args and not positional:
         hint = f"pass by name {keyword_only}"
         value = args[0]
@@ -105,6 +106,7 @@ def _explain_call(
             f"{name}() accepts the positional arguments {positional}, got {len(args)}; pass by "
             f"name {keyword_only}{too_many_hint}"
         )
+    # The call has no unexpected arguments, so arguments are missing or passed twice.
     required = [p.name for p in named if p.default is p.empty]
     passed = {*positional[: len(args)], *kwargs}
     missing = [argument for argument in required if argument not in passed]
@@ -120,6 +122,7 @@ def _explain_call(
 
 def has_float_arrays(value: Any) -> bool:
     """Returns `True` for trees with floating-point arrays, such as gradients."""
+    # Rules and transformations can contain arrays too, but they are not gradients.
     leaves = jax.tree.leaves(value, is_leaf=lambda x: callable(x) or hasattr(x, "init"))
     dtypes = [leaf.dtype for leaf in leaves if getattr(leaf, "ndim", 0) and hasattr(leaf, "dtype")]
     return any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
@@ -139,6 +142,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     names = list(names)
     similar = difflib.get_close_matches(name, names, n=1)
     if name in _THRESHOLDS or name in _FOREIGN_THRESHOLD_NAMES:
+        # Other libraries use names for thresholds that are not spelled similarly.
         similar = [x for x in names if x in _THRESHOLDS] or similar
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
@@ -158,6 +162,7 @@ def chain_hint(value: Any) -> str:
 def warn(message: str) -> None:
     """Warns at the innermost line outside this package, JAX and Optax."""
     libraries = {"optaxclip", "jax", "optax", "contextlib"}
+    # `skip_file_prefixes` of `warnings.warn` would require Python 3.12.
     frame, level = sys._getframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in libraries:
         frame, level = frame.f_back, level + 1
@@ -169,7 +174,7 @@ def check_int(value: Any, minimum: int, argument: str) -> int:
     check_static(value, argument)
     try:
         if isinstance(value, (bool, np.bool_)):
-            raise TypeError
+            raise TypeError  # `operator.index` accepts bools.
         number = operator.index(value)
     except TypeError:
         raise TypeError(
@@ -186,6 +191,7 @@ def check_int_or_scalar(value: Any, argument: str, minimum: int = 1) -> Any:
     Traced values are not compared with `minimum`.
     """
     if not isinstance(value, jax.Array):
+        # Larger numbers act as infinity, and they do not fit into the int32 counters of states.
         return min(check_int(value, minimum, argument), 2**31 - 1)
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{argument} must be an integer, got an array of dtype {value.dtype}")
@@ -261,7 +267,7 @@ def accepts_args(fn: Callable[..., Any], *args: Any) -> bool:
     try:
         inspect.signature(fn).bind(*args)
     except (TypeError, ValueError):
-        return False
+        return False  # Some builtins have no signature.
     return True
 
 

@@ -184,6 +184,7 @@ def make_clip(
 
     if options.record:
         return transformation(init, update)
+    # Without a record, the state is constant, and only the updates are returned.
     no_array: Any = None
     constant_state = ClipState(no_array, stateless_rule_state(checked, options.name), no_array)
     return stateless(
@@ -273,6 +274,7 @@ def clip_tree(
       >>> print(tree[0], info.norm)
       [0.6 0.8] 5.0
     """
+    # JAX does not compute with arrays in different memories.
     (tree, params), back = memory.move_to_device_memory(tree, params)
     flat = flatten(tree, "tree")
     options = Options.create(
@@ -286,10 +288,12 @@ def clip_tree(
     )
     plan = make_plan(flat, resolve_scope(scope), options)
     if isinstance(thresholds, Thresholds):
+        # Arrays in the layout of the scope, as returned by `group_norms`.
         trigger, target = map(plan.pack_layout, thresholds)
         rule = fixed(Thresholds(trigger, target))
     else:
         rule = resolve_rule(check_threshold(thresholds, "thresholds"), plan.get_named_shapes())
+    # With "mask", the norm without non-finite elements is needed.
     known_norm = None
     if use_norm is not None and plan.grouping.layout == "scalar" and nonfinite != "mask":
         known_norm = _check_known_norm(use_norm, "use_norm", options)
@@ -382,11 +386,11 @@ def _clip_step(
     """Runs the stages of a step: measure, threshold, respond, scale, record."""
     leaves, bad, param_norms = as_arrays(leaves), None, None
     if param_leaves is not None:
-        param_norms = measure(as_arrays(param_leaves), param_plan, options.norm).norm
+        param_norms = measure(as_arrays(param_leaves), param_plan, options.norm).norm  # f32[groups]
     if options.nonfinite == "mask":
         leaves, bad = mask_nonfinite(leaves, plan)
     if known_norm is None:
-        measured = method.compute_norms(leaves, plan, options)
+        measured = method.compute_norms(leaves, plan, options)  # f32[groups]
     else:
         measured = ScaledNorms.from_value(known_norm, 1.0)
         if options.strict:
@@ -410,7 +414,7 @@ def _clip_step(
         nonfinite=options.nonfinite,
         strict=options.strict,
     )
-    chex.assert_shape(list(by), plan.shape)
+    chex.assert_shape(list(by), plan.shape)  # f32[groups]
     # Stacked so that a single operation slices the part of a leaf.
     operands = method.leaf_operands(by, thresholds.trigger.astype(by.ratio.dtype))
     columns = meshes.stack(operands)  # f32[operands, groups]

@@ -41,7 +41,7 @@ def compute_group_histograms(leaves: list[Any], plan: Plan, *, wide: bool) -> Ar
         for leaf, axes in zip(leaves, plan.grouping.axes, strict=True):
             x, over = dense_values(leaf, axes, dtype)
             size = math.prod([np.shape(leaf)[axis] for axis in axes])
-            counts = exponent_counts.counts_by_size(
+            counts = exponent_counts.counts_by_size(  # [..., 2, counts]
                 x, over, size, wide=wide, in_one_piece=in_one_piece
             )
             parts.append((counts,))
@@ -59,6 +59,7 @@ def _histogram_plan(leaves: list[Any], plan: Plan, *, wide: bool) -> Plan:
     groups, trailing = grouping.groups, (2, exponent_counts.num_counts(wide=wide))
     if grouping.layout == "dict":
         groups = tuple(dataclasses.replace(group, shape=()) for group in groups)
+        # A leaf becomes a single group, whose counts are summed over all axes of the leaf.
         all_axes = tuple(tuple(range(np.ndim(leaf))) for leaf in leaves)
         grouping = dataclasses.replace(grouping, axes=all_axes, layout="vector")
         reduced = tuple(map(placement.axes_of, range(len(leaves))))
@@ -66,6 +67,7 @@ def _histogram_plan(leaves: list[Any], plan: Plan, *, wide: bool) -> Plan:
             placement, reduced_mesh_axes=reduced, kept_mesh_axes=((),) * len(leaves)
         )
     groups = tuple(dataclasses.replace(x, shape=(*x.shape, *trailing)) for x in groups)
+    # The axes of the counts are not sharded.
     kept = tuple((*axes, (), ()) for axes in placement.kept_mesh_axes)
     placement = dataclasses.replace(placement, kept_mesh_axes=kept)
     return Plan(dataclasses.replace(grouping, groups=groups), placement)

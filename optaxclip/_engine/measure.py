@@ -206,6 +206,7 @@ class _NormFn(NamedTuple):
             _, change = jax.jvp(
                 lambda leaves: self.compute_prescaled(leaves, scale), (finite,), tangents
             )
+            # A scale is constant, so the tangent of the mantissa is the tangent of the norm.
             zeros = jnp.zeros_like(change)
             return found, ScaledNorms(change, change, zeros)
 
@@ -213,6 +214,7 @@ class _NormFn(NamedTuple):
 
     def compute(self, leaves: list[Array]) -> ScaledNorms:
         """Computes the norms with the fastest method of the platform."""
+        # Float64 has no wider dtype, and maxima need no scale.
         if (
             self.dtype != jnp.float32
             or self.norm.is_max
@@ -282,12 +284,12 @@ class _NormFn(NamedTuple):
 
     def compute_prescaled(self, leaves: list[Array], scale: Array) -> Array:
         """Computes the norms of elements divided by `scale`, differentiably."""
-        inverses = self.plan.slice_for_leaves(1 / scale, leaves)
+        inverses = self.plan.slice_for_leaves(1 / scale, leaves)  # For each leaf f32[...].
         parts = [
             (_reduce_scaled(x, inverse, axes=axes, norm=self.norm, dtype=self.dtype),)
             for x, inverse, axes in zip(leaves, inverses, self.axes, strict=True)
         ]
-        (total,) = self.plan.reduce_groups(parts, use_max=self.norm.is_max)
+        (total,) = self.plan.reduce_groups(parts, use_max=self.norm.is_max)  # f32[groups]
         return self.finalize(total)
 
     def finalize(self, total: Array) -> Array:
@@ -320,10 +322,11 @@ def select_in_range(totals: reductions.ScaledSums) -> tuple[Array, Array]:
         return plain, jnp.ones_like(plain)
     down, *up = others
     info, scale = jnp.finfo(plain.dtype), reductions.scale_step(plain.dtype)
-    is_high = ~(plain <= info.max)
+    is_high = ~(plain <= info.max)  # also for NaN
     total = select(is_high, down, plain)
     unit = select(is_high, scale, jnp.ones_like(plain))
     if up:
+        # Elements that all underflow have a positive sum only at the larger scale.
         is_low = (plain < reductions.underflow_bound(plain.dtype)) & (up[0] > 0)
         total, unit = select(is_low, up[0], total), select(is_low, 1 / scale, unit)
     return total, unit

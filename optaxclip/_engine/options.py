@@ -178,12 +178,14 @@ def document_options(options: type) -> Callable[[Function], Function]:
     """
 
     def decorate(fn: Function) -> Function:
+        # The hints of a TypedDict include those of its parents.
         own, hints = inspect.signature(fn), get_type_hints(options)
         defaults = {x: value for x, value in _DEFAULTS.items() if x in hints}
         defaults["name"] = fn.__name__
 
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Other defaults are in `Options.create`, which also serves functions without options.
             return fn(*args, **{"name": fn.__name__, **kwargs})
 
         shared = [
@@ -208,7 +210,7 @@ def document_options(options: type) -> Callable[[Function], Function]:
                 NormOptions,
                 ClipOptions,
             ):
-                name = ""
+                name = ""  # A line with less indentation starts the next option.
                 _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
                 for line in section.splitlines():
                     name = name if line.startswith("    ") else line.strip().partition(":")[0]

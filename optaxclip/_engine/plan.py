@@ -87,13 +87,13 @@ class Plan:
         """
         groups = self.grouping.groups
         shapes = self.grouping.broadcast_to_leaves([group.shape for group in groups])
-        parts = self.placement.local_sums(parts, shapes, use_max=use_max)
+        parts = self.placement.local_sums(parts, shapes, use_max=use_max)  # of this device
         # A tree without leaves has a single empty sum.
         like = parts[0] if parts else (jnp.zeros(()),)
 
         def reduce_group(group: Group, k: int) -> Array:
             if not group.leaf_indices:
-                return jnp.zeros(group.shape, like[k].dtype)
+                return jnp.zeros(group.shape, like[k].dtype)  # No leaf in this step.
             if len(group.leaf_indices) == 1:
                 return parts[group.leaf_indices[0]][k]
             # A single operation, because XLA repeats a chain of additions for each use of its
@@ -104,7 +104,7 @@ class Plan:
             return add(members) if add else lax.reduce_sum(members, [0])
 
         sums = [self.pack([reduce_group(group, k) for group in groups]) for k in range(len(like))]
-        sums = self.placement.all_reduce(sums, use_max=use_max)
+        sums = self.placement.all_reduce(sums, use_max=use_max)  # One collective for all scales.
         chex.assert_shape(sums, self.shape)
         return tuple(sums)
 
@@ -114,7 +114,7 @@ class Plan:
         Inside `shard_map`, it is the part for the shard of the leaf. Axes before the axis of groups
         are kept.
         """
-        by_leaf = self.grouping.broadcast_to_leaves(self.unpack(packed))
+        by_leaf = self.grouping.broadcast_to_leaves(self.unpack(packed))  # [..., *group.shape]
         return self.placement.local_slices(by_leaf, leaves, self.grouping.axes)
 
     def get_named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -130,7 +130,7 @@ class Plan:
             return ordered[0]
         sizes = list(map(math.prod, self._shapes))
         if all(isinstance(number, (int, float)) for number in ordered):
-            return np.repeat(np.asarray(ordered, np.float64), sizes)
+            return np.repeat(np.asarray(ordered, np.float64), sizes)  # [groups]
         # In `jax.export`, numbers may be symbolic.
         with_sizes = zip(ordered, sizes, strict=True)
         return jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, float), n) for x, n in with_sizes])

@@ -146,18 +146,19 @@ def _compute_scaled(
 
 def _cosine(inner: reductions.ScaledSums, norm: Array, other_norm: Array) -> Array:
     """Computes the cosine from the sum at a scale at which all products are in range."""
-    plain, down, up = inner
+    plain, down, up = inner  # f32[groups] at the scales 1, 1 / step and step
     step, highest = reductions.scale_step(plain.dtype), reductions.overflow_bound(plain.dtype)
-    bound = safe_sqrt(norm) * safe_sqrt(other_norm)
+    bound = safe_sqrt(norm) * safe_sqrt(other_norm)  # f32[groups], the root of the product
     is_finite = jnp.isfinite(bound)
     is_high = bound > highest**0.5
     # A norm that is too large to be multiplied can only occur with a very small other norm.
     is_scalable = lax.max(norm, other_norm) < float(jnp.finfo(plain.dtype).max) / step
     is_low = (bound < reductions.underflow_bound(plain.dtype) ** 0.5) & is_scalable
-    total = select(is_high, down, select(is_low, up, plain))
+    total = select(is_high, down, select(is_low, up, plain))  # f32[groups]
     bound = bound * select(is_high, 1 / step, select(is_low, step, jnp.ones_like(plain)))
     is_usable = is_finite & (bound > 0)
     bound = select(is_usable, bound, 1)
+    # Two divisions, because the square of the bound may overflow.
     cosine = jnp.clip(total / bound / bound, -1, 1)
     return select(is_usable, cosine, select(is_finite, jnp.zeros_like(cosine), jnp.nan))
 
@@ -172,7 +173,7 @@ def _compute_unscaled(
         return plan.reduce_groups([_plain_sums(x, y, axes=over) for (x, y), over in with_axes])
 
     norm, other_norm = known
-    total, square = plan.placement.map_shards(sum_shards)(pairs)
+    total, square = plan.placement.map_shards(sum_shards)(pairs)  # f32[groups]
     other_norm = safe_sqrt(square) if other_norm is None else other_norm
     return InnerProducts(other_norm, divide_no_nan(total, norm * other_norm, 0.0))
 
@@ -181,5 +182,5 @@ def _compute_unscaled(
 @functools.partial(jax.jit, static_argnames="axes")
 def _plain_sums(x: Array, y: Array, *, axes: tuple[int, ...]) -> reductions.ScaledSums:
     parts = zip(split_complex(x), split_complex(y), strict=False)
-    summands = (sum(u * v for u, v in parts), l2.map(y))
+    summands = (sum(u * v for u, v in parts), l2.map(y))  # [...]
     return tuple(jnp.sum(summand, axes) for summand in summands)

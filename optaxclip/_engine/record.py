@@ -36,7 +36,7 @@ class _Row(NamedTuple):
 
 def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> ClipInfo:
     """Returns the record before the first step, with norms in `dtype`."""
-    shape = () if grouping.layout == "scalar" else (len(grouping.names),)
+    shape = () if grouping.layout == "scalar" else (len(grouping.names),)  # [names]
     return ClipInfo(
         name=StaticNames((name,)),
         names=grouping.names,
@@ -66,11 +66,12 @@ def update_info(
     if grouping.layout == "dict":
         row = _worst_by_leaf(plan, row)  # [groups] to [names]
     chex.assert_equal_shape([*row[:-1], old.norm])
+    # The record keeps its dtype, for example in a state that was cast to bfloat16.
     row = jax.tree.map(lambda x: saturating_cast(x, old.norm.dtype), row)
     if grouping.layout != "scalar" and not all(grouping.has_leaves):
         zeros = jnp.zeros_like(old.fraction)
         before = _Row(old.norm, old.threshold, old.factor, clipped=zeros, nonfinite=zeros)
-        present = jnp.asarray(grouping.has_leaves)
+        present = jnp.asarray(grouping.has_leaves)  # bool[names]
         row = jax.tree.map(functools.partial(lax.select, present), row, before)
     new = old._replace(
         names=grouping.names,
@@ -96,7 +97,7 @@ def _worst_by_leaf(plan: Plan, row: _Row) -> _Row:
     ratio = row.norm / jnp.where(has_threshold, row.threshold, 1)
     ratio = jnp.where(has_threshold, ratio, without_threshold)
     ratio = jnp.where(jnp.isinf(row.norm), largest, jnp.minimum(ratio, largest / 2))
-    row = row._replace(score=jnp.where(jnp.isnan(row.norm), jnp.inf, ratio))
+    row = row._replace(score=jnp.where(jnp.isnan(row.norm), jnp.inf, ratio))  # [groups]
     # The barrier makes XLA store the row. Otherwise, XLA computes it again for each reduction (as
     # of JAX 0.10.2).
     fields, structure = jax.tree.flatten(row)
@@ -113,7 +114,7 @@ def _worst_by_leaf(plan: Plan, row: _Row) -> _Row:
         reduced.append(worst._replace(clipped=worst.clipped / max(size, 1)))
         start += count * size
     worst = jax.tree.map(lambda *parts: jnp.concatenate(parts), *reduced)._replace(score=None)
-    order = np.argsort(plan.order)
+    order = np.argsort(plan.order)  # from the order of storage to the order of names
     is_sorted = list(order) == list(range(len(order)))
     return worst if is_sorted else jax.tree.map(lambda x: x[order], worst)
 

@@ -97,7 +97,7 @@ def compute_multiplier(
     chex.assert_equal_shape([*measured, trigger, target])
     norm = measured.upper_bound if strict else measured.norm
     is_bad = ~jnp.isfinite(norm)
-    is_active = ~is_bad & ~jnp.isinf(target)
+    is_active = ~is_bad & ~jnp.isinf(target)  # bool[groups]
 
     def where_active(x: Array) -> Array:
         # Derivatives must be finite even in branches that are not selected.
@@ -107,18 +107,19 @@ def compute_multiplier(
     trigger, target = where_active(trigger), where_active(target)
     replacement = 0.0 if nonfinite == "zero" else jnp.nan
     safety_factor = 1 - _NUM_ROUNDINGS * float(jnp.finfo(norm.dtype).eps) / 2 if strict else 1
-    new = jnp.asarray(response(old, trigger, target)).astype(norm.dtype)
+    new = jnp.asarray(response(old, trigger, target)).astype(norm.dtype)  # f32[groups]
     # Groups of zeros remain zero for all thresholds except NaN.
     is_changed = is_active & (new != old) & ((old != 0) | jnp.isnan(new))
     quotient = new * safety_factor / where_active(measured.divisor)
     ratio = jnp.where(is_changed, quotient, 1)
     size = lax.stop_gradient(jnp.where(is_changed, measured.scale, 1))
     inverse_size = reciprocal_pow2(size)
-    factor = jnp.abs(ratio * inverse_size)
+    factor = jnp.abs(ratio * inverse_size)  # f32[groups]
     # The derivative of the factor is about as large as factor / norm. Both must be normal numbers.
     is_normal = (factor > _MIN_FACTOR) & (factor < 1 / _MIN_FACTOR)
     slope = factor * inverse_size
     is_normal &= (slope > _MIN_FACTOR) & (slope < 1 / _MIN_FACTOR)
+    # The size is constant in derivatives, because it cancels in the factor.
     unit = size
     if isinstance(response, ExactFactor):
         exact = where_active(response.factor(old, trigger, target))
@@ -178,7 +179,7 @@ def _scale_leaf(
     strict: bool,
     zero_nonfinite: bool,
 ) -> Array:
-    columns = list(by)
+    columns = list(by)  # 2 or 3 x f32[...] without `axes`
     chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))
     power, ratio, *max_unchanged = [expand_dims_at(column, axes) for column in columns]
     scale_part = functools.partial(
@@ -188,7 +189,7 @@ def _scale_leaf(
         strict=strict,
         default_kernel=_multiply_in_float32,
     )
-    scaled = map_real_imag(scale_part, x)
+    scaled = map_real_imag(scale_part, x)  # [...], like x
     if zero_nonfinite:
         scaled = select_keep_subnormals(ratio == 0, jnp.zeros_like(scaled), scaled)
     if max_unchanged:
@@ -206,6 +207,7 @@ def _scale_leaf(
 def _multiply_in_float32(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
     wide, power, ratio = promote_dtypes([wide, power, ratio])
+    # The power first, because the product with it is exact.
     product = multiply(multiply(wide, power), ratio)
     if product.dtype == x.dtype:
         return product

@@ -87,6 +87,7 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
         for label, name in zip(by_leaf, flat.names(), strict=True):
             if not isinstance(label, str):
                 raise TypeError(f"labels must be strings, got {label!r} for the leaf '{name}'")
+        # Names must be sorted, because norms are stored in the order of the names.
         groups = tuple(
             Group((label,), tuple(i for i, other in enumerate(by_leaf) if other == label))
             for label in sorted(set(by_leaf))
@@ -141,6 +142,7 @@ def group_by_leaf(
     for i, (name, leaf, reduced) in enumerate(
         zip(flat.names(), flat.inexact_leaves(), axes, strict=True)
     ):
+        # The stored elements of a sparse array cannot be sliced along an axis.
         if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
             raise ValueError(
                 f"the sparse leaf '{name}' must have a single group, got norms over the axes "
@@ -158,6 +160,7 @@ def layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         return (name,)
     if not all(isinstance(size, int) for size in shape):
         raise ValueError(f"leaf '{name}' must have a fixed number of layers, got shape {shape}")
+    # Zeros make the order of names the order of layers.
     widths = [len(str(max(size - 1, 0))) for size in shape]
     return tuple(
         "/".join([name, *(f"{i:0{width}}" for i, width in zip(index, widths, strict=True))])
@@ -182,6 +185,7 @@ def count_stacked_axes(stacked: StackedAxes, flat: FlatTree) -> list[int]:
             )
     if isinstance(stacked, (int, np.integer)) and stacked:
         sizes = [math.prod(shape[:stacked]) for shape in shapes]
+        # Sizes may be symbolic in `jax.export`.
         if sum(size for size in sizes if isinstance(size, int)) > _MANY_LAYERS:
             name, shape = max(zip(flat.names(), shapes, strict=True), key=lambda x: x[1][0])
             warn(
@@ -203,12 +207,13 @@ def _counts_from_dict(stacked: Mapping[Any, Any], flat: FlatTree) -> list[Any] |
         fields = ("key", "name", "idx")
         return [next((getattr(x, f) for f in fields if hasattr(x, f)), x) for x in path]
 
+    # None and masked leaves are included, because the dict may contain their branches.
     leaves = jax.tree.leaves_with_path(
         flat.tree(), is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode)
     )
     paths = [path_keys(path) for path, _ in leaves]
     for branch, _ in jax.tree.leaves_with_path(stacked):
-        keys = path_keys(branch)
+        keys = path_keys(branch)  # A branch may be deeper or shallower than a leaf.
         if not any(keys[: len(path)] == path[: len(keys)] for path in paths):
             return None
     counts = []
@@ -228,6 +233,7 @@ def resolve_scope(scope: Scope) -> Scope:
             f"{type(scope).__name__}; use, for example, clip_by(scopes.leaf(), 1.0)"
         )
     check_called(scope, "optaxclip.scopes", "scope", "scopes")
+    # Our scopes return valid groupings, which need no check.
     if str(getattr(scope, "__module__", "")).startswith("optaxclip."):
         return scope
     if accepts_args(scope, "path", None) and not accepts_args(scope, "tree"):
@@ -281,6 +287,7 @@ def _check_grouping(grouping: Any, flat: FlatTree) -> Grouping:
                     f"and norms over the axes {grouping.axes[i]}, must have the shape {rest}, got "
                     f"{group.shape}"
                 )
+        # In the other layouts, a group has a single name.
         number = int(np.prod(group.shape)) if grouping.layout == "vector" else 1
         if len(group.names) != number:
             raise ValueError(f"a group must have {number} names here, got {group.names}")

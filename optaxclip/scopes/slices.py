@@ -96,6 +96,7 @@ def unit(
             flat.names(), flat.inexact_leaves(), flat.shapes(), global_shapes, counts, strict=True
         )
         for name, leaf, shape, global_shape, skip in rows:
+            # A layer without the stacked axes, as the table describes it.
             layer = jax.ShapeDtypeStruct(shape[skip:], np.float32)
             chosen = axis(name, leaf) if callable(axis) else axis
             if chosen is None:
@@ -146,13 +147,14 @@ def ensemble_member(axis: int = 0) -> Scope:
                     "leaf.todense()"
                 )
             (kept,) = _normalize_axes(axis, leaf, name)
-            reduced.append(tuple(k for k in range(len(shape)) if k != kept))
+            reduced.append(tuple(k for k in range(len(shape)) if k != kept))  # all other axes
             sizes[name] = shape[kept]
         if len(set(sizes.values())) > 1:
             raise ValueError(
                 f"all leaves must have the same number of members along axis {axis}, got "
                 f"{short_repr(sizes)}"
             )
+        # A tree without leaves has no members.
         groups = ()
         for size in set(sizes.values()):
             names = tuple(name.removeprefix("/") for name in layer_names("", (size,)))
@@ -193,10 +195,13 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[
             f"the shape of the whole leaf '{name}' must be known to find its units, got a possible "
             f"shard of shape {shape}; pass specs= (a pytree of PartitionSpec) or axis="
         )
+    # Biases and the scales of normalization layers are a single unit.
     if num_long <= 1:
         return tuple(range(rank))
+    # Dense layers `[in, out]`, and attention projections `[in, heads, out]`.
     if rank in (2, 3):
         return (0,)
+    # Convolutions over two or three dimensions, `[..., in, out]`.
     if rank in (4, 5):
         return tuple(range(rank - 1))
     raise ValueError(

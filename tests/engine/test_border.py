@@ -123,7 +123,9 @@ def test_options_of_a_function_without_a_docstring():
     parameters = inspect.signature(made).parameters
     assert [*parameters] == ["window", "axis_name", "specs", "name"]
     assert [parameters[x].default for x in parameters] == [3, None, None, "made"]
-    with pytest.raises(TypeError, match=r"^made\(\) got an unexpected .*'strict'; use one of \['wi"):
+    with pytest.raises(
+        TypeError, match=r"^made\(\) got an unexpected .*'strict'; use one of \['wi"
+    ):
         made(strict=True)
 
 

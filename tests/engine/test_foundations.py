@@ -118,7 +118,9 @@ def test_counters_stay_at_the_largest_number_or_go_round():
 
     found = jax.jit(counted)(jnp.int32([0, 6, MOST]))
     np.testing.assert_array_equal(found, [[1, 7, MOST], [0, 7, MOST], [1, 7, MOST - 2]])
-    with pytest.raises(TypeError, match="counters of the state must be integers, got the dtype float32"):
+    with pytest.raises(
+        TypeError, match="counters of the state must be integers, got the dtype float32"
+    ):
         safe_increment(jnp.float32(1))
 
 
@@ -166,7 +168,11 @@ def test_groups_that_the_tree_of_a_step_lacks():
     assert found.broadcast_to_leaves([1, 2, 3]) == [2]
     assert of_step.align_with_state(StaticNames(), 1, "mine") is of_step
     for names, size, said in (
-        (StaticNames(), 2, "the state must have the names of its 2 groups, .* updates with 1 groups;"),
+        (
+            StaticNames(),
+            2,
+            "the state must have the names of its 2 groups, .* updates with 1 groups;",
+        ),
         (stored, 6, "norm for each of its 3 groups, got 6 norms, as if it was"),
         (StaticNames(("a",)), 1, r"the updates have groups \['b'\] that the params"),
     ):

@@ -65,7 +65,11 @@ WRONG = {
         ValueError,
         "leaf 'x', which has shape (3,) and norms over the axes (0, 1), must have the shape",
     ),
-    "shape": (scopes.Grouping((ONE,), ((), (0,)), "vector"), ValueError, "must have the shape (3,), got ()"),
+    "shape": (
+        scopes.Grouping((ONE,), ((), (0,)), "vector"),
+        ValueError,
+        "must have the shape (3,), got ()",
+    ),
     "names": (
         scopes.Grouping((scopes.Group(("a", "b"), (0, 1)),), WHOLE, "vector"),
         ValueError,

@@ -171,7 +171,9 @@ def test_names_that_multi_steps_does_not_keep_are_given_back_as_the_message_says
     state = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
     with jax.numpy_dtype_promotion("standard"):
         _, state = jax.jit(tx.update)(GRADS, state, PARAMS)
-    line = r"restore the names by state = (jax.tree.map\(lambda _, x: x, tx.init\(params\), state\))$"
+    line = (
+        r"restore the names by state = (jax.tree.map\(lambda _, x: x, tx.init\(params\), state\))$"
+    )
     with pytest.raises(ValueError, match=line) as error:
         monitor.bad_leaves(state)
     code = re.search(line, str(error.value)).group(1)
@@ -186,7 +188,9 @@ def test_a_step_without_all_groups_needs_their_names():
     mapped = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
     with pytest.raises(ValueError, match="the state must have the names of its 3 groups"):
         tx.update(GRADS | {"v": None}, mapped)
-    with pytest.raises(ValueError, match=r"passed to init, got \['u'\], which these params do not have"):
+    with pytest.raises(
+        ValueError, match=r"passed to init, got \['u'\], which these params do not have"
+    ):
         tx.update(GRADS | {"u": jnp.ones(1)}, tx.init(PARAMS))
 
 

@@ -17,9 +17,7 @@ def test_a_state_in_the_place_of_the_gradients(name):
         pytest.skip("the table wraps its update")
     tx = METHODS[name].make()
     state = tx.init(PARAMS)
-    said = (
-        r"updates must be gradients, got a \w+State; call update\(grads, "
-    )
+    said = r"updates must be gradients, got a \w+State; call update\(grads, "
     with pytest.raises(ValueError, match=said):
         tx.update(state, GRADS, PARAMS)
     with pytest.raises(ValueError, match=said):
