@@ -138,7 +138,7 @@ TYPE_ERRORS = {
     r"from optaxclip\.scopes, got <function .* two arguments; .* scopes\.group\(fn\)": lambda: (
         clip_by(lambda path, leaf: "a", 1.0)
     ),
-    r"must return an optaxclip\.scopes\.Grouping.*; a function "
+    r"must return an optaxclip\.scopes\.Grouping.*; use "
     r"scopes\.group\(fn\) for .* labels": lambda: clip_by(lambda tree: "a", 1.0).init(ONE),
     "labels must be strings, got None for the leaf 'b'": lambda: by_labels(lambda path, leaf: None),
     "norm must be a name .* got 2; pass norm='l2'": lambda: clip_by_global_norm(1.0, norm=2),
@@ -241,7 +241,7 @@ VALUE_ERRORS = {
     r"for each of its 1 groups, got 3 norms, .* jax\.vmap too": lambda: clip_by(LEAF, 1.0).update(
         [jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])
     ),
-    r"labels has the leaves 'x' \(dict\), the gradients have .* "
+    r"labels must be a pytree prefix of the gradients, which have .* "
     r"'layer0', .*, \.\.\. \(dict\), got the leaves 'x' \(dict\)": lambda: by_labels(
         {"x": "a"}, GRADS
     ),
@@ -326,7 +326,7 @@ VALUE_ERRORS = {
     r"clip_by: .* passed to init, got \['b'\], which these params do not have": lambda: clip_by(
         LEAF, 1.0
     ).update(ONE, STATE({})),
-    r"^axes must be all 2 axes of the sparse leaf 'w', got \(0,\)": lambda: scoped(
+    r"^the sparse leaf 'w' must have a single group, got .* \(0,\)": lambda: scoped(
         scopes.unit(), {"w": SPARSE}
     ),
     "^axes must be all 2 axes of the sparse leaf 'w', got 0": lambda: scoped(

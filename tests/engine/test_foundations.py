@@ -173,7 +173,11 @@ def test_groups_that_the_tree_of_a_step_lacks():
             2,
             "the state must have the names of its 2 groups, .* updates with 1 groups;",
         ),
-        (stored, 6, "norm for each of its 3 groups, got 6 norms, as if it was"),
+        (
+            stored,
+            6,
+            "the state must have a norm for each of its 3 groups, got 6 norms, as if it was",
+        ),
         (StaticNames(("a",)), 1, r"the updates have groups \['b'\] that the params"),
     ):
         with pytest.raises(ValueError, match=f"^mine: {said}"):

@@ -133,8 +133,12 @@ def test_members_along_another_axis(axis):
 
 
 WRONG = {
-    "other numbers": ({"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, 0, "as many members .* 'w': 2"),
-    "no axis": ({"w": jnp.ones((2, 3)), "b": jnp.ones(2)}, 1, r"axes .* leaf 'b', which has shape"),
+    "other numbers": (
+        {"w": jnp.ones((2, 3)), "b": jnp.ones(3)},
+        0,
+        "the same number of members .* 'w': 2",
+    ),
+    "no axis": ({"w": jnp.ones((2, 3)), "b": jnp.ones(2)}, 1, r"axes .* leaf 'b' of shape"),
     "a scalar": ({"b": jnp.ones(())}, 0, "for leaf 'b' of shape"),
 }
 

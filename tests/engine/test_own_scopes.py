@@ -78,7 +78,7 @@ WRONG = {
     "two in a scalar": (
         scopes.Grouping((scopes.Group(("a",), (0,)), scopes.Group(("b",), (1,))), WHOLE, "scalar"),
         ValueError,
-        '"scalar" is for one group, got 2',
+        'must have one group in the layout "scalar", got 2',
     ),
 }
 
