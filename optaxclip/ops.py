@@ -43,7 +43,8 @@ def global_norm(
 
     Args:
       tree: A pytree of floating-point or complex arrays.
-      norm: "l2", "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from `optaxclip.norms`.
+      norm: "l2" (the default), "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from
+        `optaxclip.norms`.
       axis_name: The mapped axes over which all leaves are sharded, see `optaxclip.clip_by`.
       specs: The sharding of the leaves, see `optaxclip.clip_by`.
 
@@ -114,7 +115,7 @@ def clip_by_norm(
     Args:
       tree: A pytree of floating-point or complex arrays.
       clip_norm: A scalar. Negative numbers act as 0, and NaN sets all elements to NaN.
-      axes: The axes over which norms are computed. If None, uses all axes.
+      axes: The axes over which norms are computed. Defaults to all axes.
       axis_name: The mapped axes, as in `global_norm`.
       specs: The sharding of the leaves, as in `global_norm`.
 
@@ -231,7 +232,7 @@ def clip_cotangent(
           return ops.clip_cotangent(h, clip_norm=1.0), h
 
     Leaves are clipped independently, as by `clip_by_norm`, because cotangents of different leaves
-    may be computed at different times. Concatenate leaves first to clip them by a single norm.
+    may be computed at different times. To clip leaves by a single norm, you can concatenate them.
 
     Under `vmap`, examples are clipped independently. Use `axis_name` to share a norm over the
     batch. Under `vmap` inside `shard_map`, use `axis_name=()` if devices have different examples,
@@ -256,9 +257,9 @@ def clip_cotangent(
       clip_value: The maximum absolute value of an element, a scalar, instead of `clip_norm`.
         Negative numbers and NaN act as in `clip_norm`. Infinite elements become the bounds, and NaN
         is unchanged.
-      axes: The axes over which norms are computed. If None, uses all axes.
-      nonfinite: The policy for cotangents with a non-finite norm, with `clip_norm`: "nan", "zero",
-        "mask" or "error", as in `optaxclip.TransformOptions`.
+      axes: The axes over which norms are computed. Defaults to all axes.
+      nonfinite: The policy for cotangents with a non-finite norm: "nan" (the default), "zero",
+        "mask" or "error", as in `optaxclip.TransformOptions`. It can only be used with `clip_norm`.
       axis_name: The mapped axes, as in `global_norm`, with `clip_norm`.
       specs: The sharding of the leaves, as in `global_norm`, with `clip_norm`: a pytree prefix of
         `x`.

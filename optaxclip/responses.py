@@ -126,9 +126,10 @@ def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = mat
               response=responses.band(0.1))
 
     Args:
-      low: The lower edge as a fraction of the target. 0 is `clip`, and 1 is `normalize`.
-      min_factor: The smallest factor.
-      max_factor: The largest factor, at least `min_factor`.
+      low: The lower edge as a fraction of the target. Use 0 for `clip` and 1 for `normalize`.
+        Defaults to 1/3.
+      min_factor: The smallest factor. Defaults to 0.
+      max_factor: The largest factor, at least `min_factor`. Defaults to infinity.
 
     Returns:
       A response, which is a function from norms, triggers and targets, arrays of the same shape, to

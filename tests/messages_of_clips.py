@@ -72,17 +72,14 @@ TYPE_ERRORS = {
     "z_thresh must be a number or scalar array, got <function": lambda: thresholds.zscore(
         z_thresh=lambda count: 2.0
     ),
-    r"a scope must be called with a tree, got .*; pass static_args=\(\"scope\",\) to optax\.inject_hyperparams": lambda: (
-        injected(TREE)
-    ),
-    r"a scope must be called with a tree, got .*; pass static_args=\(\"scope\",\) to optax": lambda: (
-        injected(scopes.unit())
-    ),
+    r"a scope must be called with a tree, got .*; pass "
+    r"static_args=\(\"scope\",\) to optax\.inject_hyperparams": lambda: injected(TREE),
+    r"a scope must be called with a tree, got .*; pass "
+    r"static_args=\(\"scope\",\) to optax": lambda: injected(scopes.unit()),
     "'f' .* eqx.filter": lambda: ops.global_norm({"f": jnp.tanh, "w": jnp.ones(1)}),
     "window must be an int of at least 1": lambda: optaxclip.autoclip(window=1.5),
-    r"tree, the first argument, must be .*, got 1\.0 .* first, .* clip_by_global_norm\(grads, 1\.0\)": lambda: (
-        ops.clip_by_global_norm(1.0, GRADS)
-    ),
+    r"tree, the first argument, must be .*, got 1\.0 .* first, .* "
+    r"clip_by_global_norm\(grads, 1\.0\)": lambda: ops.clip_by_global_norm(1.0, GRADS),
     r"tree, the first argument, must be the gradients, got -1\.0 ": lambda: ops.clip_by_value(
         -1.0, 1.0, GRADS
     ),
@@ -160,9 +157,8 @@ TYPE_ERRORS = {
     r"response must be the result of band, .* as in responses\.band\(\)": lambda: clip_by(
         TREE, 1.0, response=responses.band
     ),
-    r"response must be the result of clip_with_eps, .* as in responses\.clip_with_eps\(\)": lambda: (
-        clip_by(TREE, 1.0, response=responses.clip_with_eps)
-    ),
+    r"response must be the result of clip_with_eps, .* as in "
+    r"responses\.clip_with_eps\(\)": lambda: clip_by(TREE, 1.0, response=responses.clip_with_eps),
     "max_norm must be a number, a schedule or a rule, got the "
     "function zclip of optaxclip": lambda: optaxclip.clip_by_norm(optaxclip.zclip),
     "threshold must .* got a scope, which": lambda: clip_by(LEAF, TREE),
@@ -238,7 +234,7 @@ VALUE_ERRORS = {
     ),
     r"axes must be all 2 axes of the sparse leaf '0', "
     r"got 1; pass leaf\.todense\(\)": lambda: ops.clip_by_norm([SPARSE], 1.0, axes=1),
-    r"for each of its 1 groups, got 3 norms, .* jax\.vmap too": lambda: clip_by(LEAF, 1.0).update(
+    r"norms for its 1 groups, got 3 norms, .* jax\.vmap too": lambda: clip_by(LEAF, 1.0).update(
         [jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])
     ),
     r"labels must be a pytree prefix of the gradients, which have .* "
@@ -251,7 +247,9 @@ VALUE_ERRORS = {
     "stacked must be a pytree prefix of the gradients": lambda: clip_by(
         scopes.leaf(stacked={"x": 1}), 1.0
     ).init(GRADS),
-    r"got \['b'\], which .* copies of optax\.lookahead; .*lookahead\(optax": outside_of_lookahead,
+    r"got the new groups \['b'\] .* copies of optax\.lookahead; .*lookahead\(optax": (
+        outside_of_lookahead
+    ),
     r"norm must be one of .* got 'L2'; did you mean 'l2'\?": lambda: clip_by_global_norm(
         1.0, norm="L2"
     ),
@@ -322,10 +320,11 @@ VALUE_ERRORS = {
     r"thresholds are given for the groups \['a'\].* \['tree'\]": lambda: clip_tree(
         ONE, {"a": 1.0}, scope=TREE
     ),
-    r"clip_by: .* passed to init, got \['b'\]": lambda: clip_by(LEAF, 1.0).update(ONE, STATE(W)),
-    r"clip_by: .* passed to init, got \['b'\], which these params do not have": lambda: clip_by(
-        LEAF, 1.0
-    ).update(ONE, STATE({})),
+    r"clip_by: .* passed to init, got the new groups \['b'\]": lambda: clip_by(LEAF, 1.0).update(
+        ONE, STATE(W)
+    ),
+    r"clip_by: .* got the new groups \['b'\]; "
+    "initialize the state with all params": lambda: clip_by(LEAF, 1.0).update(ONE, STATE({})),
     r"^the sparse leaf 'w' must have a single group, got .* \(0,\)": lambda: scoped(
         scopes.unit(), {"w": SPARSE}
     ),

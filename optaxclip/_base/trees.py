@@ -255,8 +255,8 @@ def broadcast_prefix(
     except ValueError:
         raise ValueError(
             f"{argument} must be a pytree prefix of the gradients, which have "
-            f"{_summarize_tree(positions)}, got {_summarize_tree(value)}; pass a value for each "
-            "leaf or branch, or a function (path, leaf) -> value"
+            f"{_summarize_tree(positions)}, got {_summarize_tree(value)}; pass values for "
+            "all leaves or branches, or a function (path, leaf) -> value"
         ) from None
     values = jax.tree.leaves(broadcast)
     return [values[i] for i in flat.inexact_indices]
@@ -349,7 +349,7 @@ class Grouping:
             )
         if len(stored) != size:
             raise ValueError(
-                f"{name}: the state must have a norm for each of its {len(stored)} groups, got "
+                f"{name}: the state must have norms for its {len(stored)} groups, got "
                 f"{size} norms, as if it was initialized under jax.vmap; call the update under "
                 "jax.vmap too, or start with a new state"
             )
@@ -359,12 +359,12 @@ class Grouping:
             remedy = "; initialize the state with all params"
             if all(x.startswith(("fast/", "slow/")) for x in stored or ("",)):
                 remedy = (
-                    ", which were the two copies of optax.lookahead; put the clipping inside it, "
+                    " without the two copies of optax.lookahead; put the clipping inside it, "
                     "as in optax.lookahead(optax.chain(clip, optimizer), 5, 0.5)"
                 )
             raise ValueError(
                 f"{name}: the updates must have the groups of the params that were passed to init, "
-                f"got {unknown}, which these params do not have{remedy}"
+                f"got the new groups {unknown}{remedy}"
             )
         # Groups without leaves keep their norms and counters in the state.
         with_shapes = zip(stored, stored.shapes or ((),) * size, strict=True)

@@ -87,10 +87,10 @@ def clip_by(
         function but not a schedule, `optax.inject_hyperparams` needs `static_args=("scope",)`.
       threshold: A number, a scalar array (traced or not), a schedule `count -> threshold`, or a
         rule from `optaxclip.thresholds`. It can also be a dict from the names of all groups to
-        these. Inside `optax.masked` or `optax.partition`, the dict may also contain names of groups
-        of the other leaves.
-      response: "clip", "normalize", "smooth", "auto_s", "band", or a function (see
-        `optaxclip.responses`).
+        these. Note that inside `optax.masked` or `optax.partition`, the dict can also contain names
+        of groups of the other leaves.
+      response: "clip" (the default), "normalize", "smooth", "auto_s", "band", or a function. See
+        `optaxclip.responses`.
       **options: Options that all transformations share, see `optaxclip.ClipOptions`.
 
     Returns:
@@ -251,11 +251,12 @@ def clip_tree(
         `optaxclip.Thresholds`: a norm above which to clip, and a norm to reach.
       scope: The groups of elements that share a norm, as in `clip_by`.
       params: The parameters, for thresholds that are relative to them.
-      norm: The norm of a group.
-      response: The response to a norm above its threshold.
-      nonfinite: The policy for non-finite groups.
+      norm: The norm of a group. Defaults to the L2 norm.
+      response: The response to a norm above its threshold. Defaults to "clip".
+      nonfinite: The policy for non-finite groups. Defaults to "nan".
       strict: If True, no result exceeds its threshold, not even by a rounding error.
-      use_norm: The norm of the whole tree, if it is known. Only for the scope `tree`.
+      use_norm: The norm of the whole tree, if it is known. It can only be used with the scope
+        `tree`.
       axis_name: The names of mapped axes, as in `clip_by`.
       specs: The sharding of the leaves, as in `clip_by`.
       name: The name of the operation in messages.

@@ -48,12 +48,12 @@ class TransformOptions(ShardingOptions, total=False):
     Attributes:
       nonfinite: The policy for groups with a non-finite norm: "nan" (all NaN), "zero" (all 0),
         "mask" (non-finite elements 0, then clipped), or "error" (a `checkify` error with the names
-        of the leaves). Under `jit`, "error" requires
-        `error, out = jax.jit(checkify.checkify(step))(*args)` and `error.throw()`. Thresholds never
-        use such norms.
-      record: If True, the state contains a record of the last step. If False, the state is an
-        `optax.EmptyState`, and any state is accepted and returned unchanged. `record=False` is an
-        error if the threshold depends on earlier steps.
+        of the leaves). Defaults to "nan". Under `jit`, "error" must be used with
+        `error, out = jax.jit(checkify.checkify(step))(*args)` and `error.throw()`. Note that
+        thresholds never use such norms.
+      record: If True (the default), the state contains a record of the last step. If False, the
+        state is an `optax.EmptyState`, and any state is accepted and returned unchanged. Note that
+        `record=False` is an error if the threshold depends on earlier steps.
     """
 
     nonfinite: NonFinite
@@ -64,7 +64,8 @@ class RescaleOptions(TransformOptions, total=False):
     """Options of transformations that scale groups: those of `TransformOptions`, and `strict`.
 
     Attributes:
-      strict: If True, no result exceeds its threshold, not even by a rounding error.
+      strict: If True, no result exceeds its threshold, not even by a rounding error. Defaults to
+        False.
     """
 
     strict: bool
@@ -74,7 +75,8 @@ class NormOptions(RescaleOptions, total=False):
     """Options of transformations that support all norms: those of `RescaleOptions`, and `norm`.
 
     Attributes:
-      norm: "l2", "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from `optaxclip.norms`.
+      norm: "l2" (the default), "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from
+        `optaxclip.norms`.
     """
 
     norm: str | Norm

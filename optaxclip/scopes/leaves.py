@@ -105,9 +105,9 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
     Args:
       stacked: The number of leading axes that stack separate tensors, as created by `scan` over
         layers: an int for all leaves, a dict from branches to ints (0 for other branches), a pytree
-        prefix of ints, or `fn(path, leaf) -> int`. All indices along these axes are separate
-        groups. Note that an embedding `[words, ...]` is not a stack. Therefore, an int for all
-        leaves causes a warning if it makes more than 4096 groups.
+        prefix of ints, or `fn(path, leaf) -> int`. Defaults to 0. All indices along these axes are
+        separate groups. Note that an embedding `[words, ...]` is not a stack. Therefore, an int for
+        all leaves causes a warning if it makes more than 4096 groups.
 
     Raises:
       ValueError: If a leaf has fewer axes than `stacked` (in `init` and `update`).

@@ -71,7 +71,8 @@ def unit(
 
     Args:
       axis: The axes of a norm instead of the axes in the table, for all leaves, or
-        `fn(path, leaf) -> axes`, which may return None to use the table.
+        `fn(path, leaf) -> axes`, which can return None to use the table. By default, the table is
+        used.
       stacked: The number of leading stacked axes, as in `leaf`. The axes in the table and in `axis`
         are counted from the first axis after these.
 
@@ -117,7 +118,8 @@ def ensemble_member(axis: int = 0) -> Scope:
     Note that a rule that compares groups, such as `thresholds.adagc`, compares members.
 
     Args:
-      axis: The axis of the members in all leaves. Negative numbers count from the end.
+      axis: The axis of the members in all leaves. Defaults to 0. Negative numbers count from the
+        end.
 
     Raises:
       ValueError: If a leaf lacks the axis, is sparse, or has another number of members (in `init`
@@ -221,8 +223,8 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
     Args:
       weight_dimension_numbers: The argument `muon_weight_dimension_numbers` of Muon: a pytree
         prefix of the parameters, with `MuonDimensionNumbers` for leaves that Muon trains and None
-        for leaves that Adam trains, or a function from the parameters to such a prefix. If None,
-        Muon trains all matrices.
+        for leaves that Adam trains. You can also use a function from the parameters to such a
+        prefix. By default, Muon trains all matrices.
 
     Raises:
       ValueError: If the dimension numbers do not match the tree (in `init` and `update`).

@@ -176,7 +176,7 @@ def test_groups_that_the_tree_of_a_step_lacks():
         (
             stored,
             6,
-            "the state must have a norm for each of its 3 groups, got 6 norms, as if it was",
+            "the state must have norms for its 3 groups, got 6 norms, as if it was",
         ),
         (StaticNames(("a",)), 1, r"the updates have groups \['b'\] that the params"),
     ):

@@ -50,7 +50,7 @@ def test_it_is_said_of_what_is_not_in_the_table_and_of_clips_without_a_record():
     made += [optaxclip.scale_loss(optax.sgd(0.1)), monitor.events(optaxclip.clip_by_norm(1.0))]
     params = {"w": jnp.ones((2, 3))}
     for tx in made:
-        with pytest.raises(ValueError, match="updates must be gradients, got a \\w+; call update"):
+        with pytest.raises(ValueError, match=r"updates must be gradients, got a \w+; call update"):
             tx.update(tx.init(params), params, params)
 
 
