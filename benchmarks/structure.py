@@ -1,12 +1,12 @@
-"""How long the way through the library is: lines of its core, and calls of a traced update.
+"""Measures the structure of the package: size, names, comments, and calls of a traced update.
 
 python -m benchmarks.structure
 
-A reader who follows one update meets as many functions, files and frames as are counted here, on a
-tree of two leaves. Only calls into the package count, not those into JAX; of a tree of 200 leaves
-all calls of Python count, because they are what tracing takes time for. Words are looked for in
-names and operators of the code, not in comments and docstrings. A call hides its arguments if one
-of them is `*row` or `**how`.
+Names and comments are counted in all files of `optaxclip/`. Functions with two leading underscores
+are excluded from the statistics of names. A starred call hides its arguments behind `*` or `**`.
+For a traced update, only calls of functions in this package are counted. Comprehensions and
+generator expressions are excluded, because Python 3.12 inlines most of them. The cost of a trace is
+the number of all Python calls, compared with Optax's clipping.
 """
 
 import argparse
@@ -21,92 +21,159 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import optaxclip
 from optaxclip.norms import l2
 
 PACKAGE = Path(optaxclip.__file__).parent
-ROOMS = ("_engine", "_border", "_base")
-OTHERS_BUSINESS = re.compile("mesh|platform|sparse|memor", re.IGNORECASE)
-"""What a file of `_engine` should leave to `_border`."""
+FILES = sorted(PACKAGE.rglob("*.py"))
+TEXTS = {path: path.read_text("utf-8") for path in FILES}
+TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def lines(room: str) -> int:
-    """The lines of a room's files, docstrings and comments included."""
-    return sum(len(path.read_text("utf-8").splitlines()) for path in (PACKAGE / room).rglob("*.py"))
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
-def words(path: Path) -> set[str]:
-    """The names in a file's code that speak of what is the border's business."""
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline)
-    names = {token.string for token in tokens if token.type == tokenize.NAME}
-    return {name for name in names if OTHERS_BUSINESS.search(name)}
+PREPOSITIONS = _words("""
+across after against among around as at before beside between by for from in into like of on onto
+over per to under until with within without
+""")
+IRREGULAR_PARTICIPLES = _words("""
+beaten brought chosen drawn found given held kept known lost made said seen shown taken told
+written
+""")
+NOT_PARTICIPLES = _words("embed need seed speed")
+VERBS = _words("""
+accepts add align all_reduce allow annotate append apply are assert average bind box broadcast
+build call cast check choose clamp clip collect combine compare compute concatenate constrain
+convert copy count create decode deduplicate define delete derive describe differentiate dispatch
+divide donate draw drop encode ensure estimate evaluate expand expect explain export fetch fill
+filter finalize find finish fit flatten forbid force format gather get group handle has hash hide
+import infer init inline insert install invert is iter iterate label learn lerp list load log loop
+make map mark mask match materialize measure merge mix move multiply name needs negate normalize
+order pack pad parse partition pick place plot pmax predict prepare prescale print process
+propagate psum put pvary raise ramp read rebind recompute record reduce register remove rename
+replace replicate require rescale reset resolve restore return reuse round run sample save scale
+scan scatter select set shard should show skip slice sort split squeeze stack start step stop strip
+suggest sum summarize supports sweep take test trace track train transform transpose try unbind
+unbox unflatten ungroup uninstall unpack unshard unstack update use uses validate view visit vmap
+walk warn wrap write zero
+""")
 
 
-def hidden_calls(room: str) -> tuple[int, int]:
-    """How many calls in a room hide their arguments, and how many calls there are."""
-    trees = [ast.parse(path.read_text("utf-8")) for path in (PACKAGE / room).rglob("*.py")]
+def count_levels() -> int:
+    """Returns the number of levels of packages, where a package imports from lower levels."""
+    imports: dict[str, set[str]] = {}
+    for path, tree in TREES.items():
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        unit = "optaxclip" if parts == ("__init__",) else parts[0]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            else:
+                continue
+            ours = {name.split(".")[1] for name in modules if name.startswith("optaxclip.")}
+            units = {x for x in ours if (PACKAGE / x).exists() or (PACKAGE / f"{x}.py").exists()}
+            imports.setdefault(unit, set()).update(units - {unit})
+
+    def level(unit: str) -> int:
+        return 1 + max(map(level, imports.get(unit, ())), default=0)
+
+    return max(map(level, imports))
+
+
+def name_statistics() -> str:
+    """Returns the fractions of function names by the kind of their first word."""
+    nodes = [x for tree in TREES.values() for x in ast.walk(tree) if isinstance(x, DEFINITIONS)]
+    words = [x.name.strip("_").split("_") for x in nodes if not x.name.startswith("__")]
+    first = [word[0] for word in words]
+    participles = [
+        x in IRREGULAR_PARTICIPLES or (x.endswith("ed") and x not in NOT_PARTICIPLES) for x in first
+    ]
+    total = len(words)
+    counts = {
+        "one word": sum(len(word) == 1 for word in words),
+        "participle first": sum(participles),
+        "preposition first": sum(x in PREPOSITIONS for x in first),
+        "verb first": sum(x in VERBS for x in first),
+    }
+    return ", ".join(f"{kind} {count / total:.1%}" for kind, count in counts.items())
+
+
+def comment_ratio(path: Path) -> tuple[int, int]:
+    """Returns the number of lines with comments and of lines with code, without docstrings."""
+    lines = TEXTS[path].splitlines()
+    code = {i for i, line in enumerate(lines, 1) if line.strip() and line.strip()[0] != "#"}
+    for node in ast.walk(TREES[path]):
+        is_owner = isinstance(node, (ast.Module, ast.ClassDef, *DEFINITIONS))
+        if is_owner and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            code -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(TEXTS[path]).readline)
+    comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    return len(comments), len(code)
+
+
+def count_starred_calls(package: str) -> tuple[int, int]:
+    """Returns the number of calls in a package that hide arguments, and of all calls."""
+    trees = [tree for path, tree in TREES.items() if (PACKAGE / package) in path.parents]
     calls = [x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.Call)]
     stars = [any(isinstance(x, ast.Starred) for x in call.args) for call in calls]
     dicts = [any(x.arg is None for x in call.keywords) for call in calls]
     return sum(map(max, stars, dicts)), len(calls)
 
 
-class Followed:
-    """Counts calls into the package, and the frames of it above the first `map` of the norm."""
+class CallCounter:
+    """Counts calls of functions in the package, and their frames above the `map` of the norm."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.functions: set[tuple[str, str]] = set()
+        self.functions: list[tuple[str, str]] = []
         self.depth: int | None = None
 
     def __call__(self, frame, event, _) -> None:
-        """What `sys.setprofile` calls."""
+        """Receives the events of `sys.setprofile`."""
         if event != "call":
             return
         if frame.f_code is l2.map.__code__ and self.depth is None:
-            self.depth = sum(own for own in map(_is_ours, _frames(frame)))
-        if _is_ours(frame):
-            self.calls += 1
-            self.functions.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+            above, self.depth = frame.f_back, 0
+            while above is not None:
+                self.depth += self._is_counted(above)
+                above = above.f_back
+        if self._is_counted(frame):
+            self.functions.append((frame.f_code.co_filename, frame.f_code.co_qualname))
 
-    @property
-    def files(self) -> int:
-        """In how many files the functions are."""
-        return len({file for file, _ in self.functions})
-
-
-def _frames(frame):
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    @staticmethod
+    def _is_counted(frame) -> bool:
+        code = frame.f_code
+        is_inline = re.fullmatch("<(list|set|dict)comp>|<genexpr>", code.co_name)
+        return code.co_filename.startswith(str(PACKAGE)) and not is_inline
 
 
-def _is_ours(frame) -> bool:
-    return frame.f_code.co_filename.startswith(str(PACKAGE))
-
-
-def followed() -> Followed:
-    """One traced update of `clip_by_global_norm`."""
+def trace_update() -> CallCounter:
+    """Traces an update of `clip_by_global_norm` on three leaves."""
     tx = optaxclip.clip_by_global_norm(1.0)
-    grads = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}
+    grads = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "c": jnp.ones(2)}
     state = tx.init(grads)
     jax.clear_caches()
-    counted = Followed()
-    sys.setprofile(counted)
+    counter = CallCounter()
+    sys.setprofile(counter)
     try:
         jax.make_jaxpr(tx.update)(grads, state, grads)
     finally:
         sys.setprofile(None)
-    return counted
+    return counter
 
 
-def calls_of_trace() -> int:
-    """How many calls of Python it takes to trace `clip_by_global_norm` on 200 leaves."""
-    tx = optaxclip.clip_by_global_norm(1.0)
+def count_trace_calls(tx: optax.GradientTransformation) -> int:
+    """Returns the number of Python calls while an update of 200 leaves is traced."""
     grads = {f"{i}": jnp.ones((64, 64) if i % 2 else 64) for i in range(200)}
     update, state = jax.jit(tx.update), tx.init(grads)
-    update.lower(grads, state)  # imports of JAX
+    update.lower(grads, state)  # Imports modules of JAX.
     jax.clear_caches()
     profile = cProfile.Profile()
     profile.runcall(update.trace, grads, state)
@@ -114,21 +181,29 @@ def calls_of_trace() -> int:
 
 
 def main() -> None:
-    """Prints the counts."""
+    """Prints all figures."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    counts = {room: lines(room) for room in ROOMS if (PACKAGE / room).exists()}
-    print("lines:", ", ".join(f"{room} {count}" for room, count in counts.items()))
-    print(f"lines of these together: {sum(counts.values())}")
-    hidden, calls = map(sum, zip(*map(hidden_calls, ("_engine", "_border")), strict=True))
-    print(f"calls of _engine and _border: {calls}, of which {hidden} hide their arguments")
-    way = followed()
-    print(f"a traced update of clip_by_global_norm: {way.calls} calls of ours,", end=" ")
-    print(f"{len(way.functions)} functions in {way.files} files;", end=" ")
-    print(f"{way.depth} frames of ours to the norm's map")
-    print(f"to trace it on 200 leaves: {calls_of_trace():,} calls of Python")
-    for path in sorted((PACKAGE / "_engine").glob("*.py")):
-        if found := words(path):
-            print(f"_engine/{path.name}: {', '.join(sorted(found))}")
+    functions = [x for tree in TREES.values() for x in ast.walk(tree) if isinstance(x, DEFINITIONS)]
+    packages = sum(path.name == "__init__.py" for path in FILES)
+    gerunds = sorted(path.stem for path in FILES if path.stem.endswith("ing"))
+    comments, code = map(sum, zip(*map(comment_ratio, FILES), strict=True))
+    starred, calls = map(sum, zip(*map(count_starred_calls, ("_engine", "_backend")), strict=True))
+    print(f"files: {len(FILES)}, lines: {sum(len(x.splitlines()) for x in TEXTS.values()):,}")
+    print(f"functions: {len(functions):,}, packages: {packages}, levels: {count_levels()}")
+    print(f"function names: {name_statistics()}")
+    print(f"modules in -ing: {len(gerunds)} {gerunds}")
+    print(f"comment lines per 100 code lines: {100 * comments / code:.1f}")
+    print(f"starred calls per 1,000 in _engine and _backend: {1000 * starred / calls:.0f}")
+    counter = trace_update()
+    files = len({file for file, _ in counter.functions})
+    print(
+        f"traced update on 3 leaves: {len(counter.functions)} calls of "
+        f"{len(set(counter.functions))} functions in {files} files, {counter.depth} frames above "
+        "the first touch of a leaf"
+    )
+    ours = count_trace_calls(optaxclip.clip_by_global_norm(1.0))
+    theirs = count_trace_calls(optax.clip_by_global_norm(1.0))
+    print(f"calls to trace 200 leaves: {ours:,}, {ours / theirs:.2f} times Optax's {theirs:,}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """optaxclip: gradient clipping for JAX.
 
-The top level has Optax transformations under the names that Optax and the papers use. Most of them
-are calls of `clip_by` with parts from `scopes`, `norms`, `thresholds` and `responses`. `ops` has
-TensorFlow's clipping functions for any pytree, `per_example` clips each example of a batch, and
-`accumulate` computes gradients by microbatches.
+This module contains Optax transformations with the names from Optax and the papers. Most of them
+are calls of `clip_by` with parts from `scopes`, `norms`, `thresholds` and `responses`. `ops`
+contains TensorFlow's clipping functions for pytrees, `per_example` clips the gradients of single
+examples, and `accumulate` computes gradients with microbatches.
 """
 
 import typing as _typing
@@ -145,22 +145,22 @@ _OTHER_LIBRARIES = {
     "skip_not_finite": "skip_nonfinite(optimizer)",
     "zero_nans": "clip_by_global_norm(max_norm, nonfinite='mask')",
 }
-"""Functions of other libraries, and the calls that replace them."""
+"""Functions of other libraries, and their replacements."""
 
-# Type checkers would assume that a module with a `__getattr__` has every name.
+# Hidden from type checkers, which assume that a module with a `__getattr__` has all names.
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> _typing.NoReturn:
-        """Names the replacement of a function of another library."""
+        """Raises an error with the replacement for a function of another library."""
         message = f"module 'optaxclip' has no attribute {name!r}"
         if name not in _OTHER_LIBRARIES:
             raise AttributeError(message)
-        # Without an object, Python does not suggest a name of similar spelling.
+        # Without `obj`, Python does not suggest similar names.
         raise AttributeError(
             f"{message}; use optaxclip.{_OTHER_LIBRARIES[name]}", name=name, obj=None
         )
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, without the packages that define them."""
+    """Returns the public names without internal packages."""
     return __all__

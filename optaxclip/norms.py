@@ -1,11 +1,11 @@
-"""Norms: how a group of entries becomes one number.
+"""Norms of groups of elements.
 
-A `Norm` has two functions. `map` turns each entry into a summand; the engine adds up the summands
-of a group (or takes the largest); `finish` turns that total into the norm. Every norm here is
-absolutely homogeneous, `norm(a * x) == abs(a) * norm(x)`. So if powers of the entries overflow or
-underflow, the engine measures the entries at another scale.
+A `Norm` has two functions. `map` computes the summand of an element, and `finalize` computes the
+norm from the sum (or the maximum) of the summands of a group. All norms are absolutely homogeneous,
+`norm(a * x) == abs(a) * norm(x)`. Therefore, elements can be measured at another scale if their
+powers overflow or underflow.
 
-  norm          | of entries x with n = len(x)    | name
+  norm          | for elements x with n = len(x)  | name
   --------------|---------------------------------|-----------
   `l1`          | sum(abs(x))                     | "l1"
   `l2`          | sqrt(sum(abs(x)**2))            | "l2"
@@ -30,53 +30,18 @@ from optaxclip._base.numerics import is_real, safe_sqrt
 from optaxclip._base.validation import check_called, did_you_mean, short_repr, validate_call
 
 
-def _abs_square(x: Array) -> Array:
-    if jnp.iscomplexobj(x):
-        return jnp.square(x.real) + jnp.square(x.imag)
-    return lax.square(x)
-
-
-def _identity(total: Array, count: Array) -> Array:
-    del count
-    return total
-
-
-def _divide_no_nan(total: Array, count: Any) -> Array:
-    # Not a division in float64: `checkify.float_checks` compares the divisor with 0, and JAX 0.10.2
-    # then warns of float64 if 64-bit types are not enabled.
-    if total.dtype == jnp.float64 and isinstance(count, (np.ndarray, np.generic)):
-        return total * np.reciprocal(count)
-    return total / count
-
-
-def _mean(total: Array, count: Array) -> Array:
-    return _divide_no_nan(total, count)
-
-
-def _root(total: Array, count: Array) -> Array:
-    del count
-    return safe_sqrt(total)
-
-
-def _root_mean(total: Array, count: Array) -> Array:
-    return safe_sqrt(_divide_no_nan(total, count))
-
-
-def _root_over_count(total: Array, count: Array) -> Array:
-    return _divide_no_nan(safe_sqrt(total), count)
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Norm:
-    """A norm: a function of each entry, and a function of the sum over a group.
+    """A norm: a function of elements, and a function of the sum over a group.
 
     Attributes:
-      name: the name in messages.
-      map: from entries `[...]` (real or complex) to non-negative real summands `[...]`.
-      finish: from the total of a group and its number of entries (at least 1, an array of the same
-        dtype) to the norm.
-      is_max: whether the total is the largest summand, not their sum.
-      degree: the power to which `map` raises entries; it tells which totals overflow or underflow.
+      name: The name in messages.
+      map: A function from elements `[...]` (real or complex) to non-negative real summands `[...]`.
+      finalize: A function from the total of a group and its number of elements (at least 1, an
+        array of the same dtype) to the norm.
+      is_max: If True, the total is the largest summand instead of the sum.
+      degree: The power to which `map` raises elements. It determines which totals overflow or
+        underflow.
     """
 
     name: str
@@ -89,31 +54,48 @@ class Norm:
         return f"Norm({self.name!r})"
 
 
-l1: Norm = Norm("l1", jnp.abs, _identity)
-l2: Norm = Norm("l2", _abs_square, _root, degree=2)
-linf: Norm = Norm("linf", jnp.abs, _identity, is_max=True)
-rms: Norm = Norm("rms", _abs_square, _root_mean, degree=2)
-mean_abs: Norm = Norm("mean_abs", jnp.abs, _mean)
-average_l2: Norm = Norm("average_l2", _abs_square, _root_over_count, degree=2)
+def _abs_square(x: Array) -> Array:
+    if jnp.iscomplexobj(x):
+        return jnp.square(x.real) + jnp.square(x.imag)
+    return lax.square(x)
+
+
+def _divide(total: Array, count: Any) -> Array:
+    # No division in float64, because `checkify.float_checks` compares the divisor with 0, which
+    # causes a warning if 64-bit types are not enabled (as of JAX 0.10.2).
+    if total.dtype == jnp.float64 and isinstance(count, (np.ndarray, np.generic)):
+        return total * np.reciprocal(count)
+    return total / count
+
+
+l1: Norm = Norm("l1", jnp.abs, lambda total, _: total)
+l2: Norm = Norm("l2", _abs_square, lambda total, _: safe_sqrt(total), degree=2)
+linf: Norm = Norm("linf", jnp.abs, lambda total, _: total, is_max=True)
+rms: Norm = Norm("rms", _abs_square, lambda total, n: safe_sqrt(_divide(total, n)), degree=2)
+mean_abs: Norm = Norm("mean_abs", jnp.abs, _divide)
+average_l2: Norm = Norm(
+    "average_l2", _abs_square, lambda total, n: _divide(safe_sqrt(total), n), degree=2
+)
 
 _BY_NAME = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2)}
 
 
 @validate_call()
 def lp(p: float) -> Norm:
-    """The p-norm, `sum(abs(x)**p)**(1/p)`.
+    """Returns the p-norm, `sum(abs(x)**p)**(1/p)`.
 
-    Powers lose digits, so a `strict` clip leaves more room for rounding. If `p` is not 1, 2 or
-    infinity, its results are below the threshold by up to `1 + (1 + log2(n) / 4) / p` millionths for
-    `n` entries in float32; with all other norms, by up to 2 millionths.
+    Powers are less accurate, so clipping with `strict` needs a larger margin for rounding. If `p`
+    is not 1, 2 or infinity, the new norms are below the threshold by up to
+    `1 + (1 + log2(n) / 4) / p` millionths for `n` elements in float32, compared with up to 2
+    millionths for all other norms.
 
     Args:
-      p: the order, above 0 and at most 64, or infinity. Below 1 it does not give a norm in the
-        strict sense, but still a homogeneous function.
+      p: The order, above 0 and at most 64, or infinity. For orders below 1, the function is
+        homogeneous, but not a norm in the strict sense.
 
     Raises:
-      ValueError: if `p` is outside that range.
-      TypeError: if `p` is not a number of Python or NumPy.
+      ValueError: If `p` is outside this range.
+      TypeError: If `p` is not a number of Python or NumPy.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -122,13 +104,14 @@ def lp(p: float) -> Norm:
     """
     if isinstance(p, Array) or not is_real(p) or np.ndim(p):
         raise TypeError(
-            "p must be a number of Python or NumPy, such as 3, because a new program is compiled "
-            f"for each value; got {short_repr(p)} of type {type(p).__name__}"
+            "p must be a number of Python or NumPy, because a new program is compiled for each "
+            f"value, got {short_repr(p)} of type {type(p).__name__}; pass, for example, p=3"
         )
     if p == math.inf:
         return linf
     if not 0 < p <= 64:
         raise ValueError(f"p must be above 0 and at most 64 (or math.inf), got {p!r}")
+    # The common norms have faster implementations.
     if p in (1, 2):
         return l1 if p == 1 else l2
     return _power_norm(np.asarray(p).item())
@@ -136,10 +119,11 @@ def lp(p: float) -> Norm:
 
 @functools.cache
 def _power_norm(p: float) -> Norm:
-    """The norm for `p`; each call returns the same object, so that clips by it compile once."""
+    """Returns the norm for `p`, cached so that equal norms share compiled programs."""
 
     def power(x: Array) -> Array:
         size = jnp.abs(x)
+        # The derivative of a power below 1 is infinite at 0.
         zero = size == 0
         return jnp.where(zero, 0, jnp.where(zero, 1, size) ** p)
 
@@ -152,26 +136,27 @@ def _power_norm(p: float) -> Norm:
 
 
 def as_norm(norm: str | Norm) -> Norm:
-    """The norm with this name, or `norm` itself.
+    """Returns the norm with this name, or `norm` itself.
 
     Raises:
-      ValueError: for an unknown name.
-      TypeError: for something that is neither a name nor a `Norm`.
+      ValueError: If the name is unknown.
+      TypeError: If `norm` is neither a name nor a `Norm`.
     """
     if isinstance(norm, Norm):
         return norm
     check_called(norm, __name__, "norm", "norms")
     if isinstance(norm, str) and norm in _BY_NAME:
         return _BY_NAME[norm]
+    # NumPy and PyTorch denote norms by their order, and matrix norms by names.
     text = str(float(norm) if is_real(norm) and np.ndim(norm) == 0 else norm).lower()
-    meant = _FOREIGN_NAMES.get(text)
+    similar = _FOREIGN_NAMES.get(text)
     if not isinstance(norm, str):
-        instead = f": pass norm={repr(meant) if meant else f'norms.lp({norm!r})'}"
+        hint = f"; pass norm={repr(similar) if similar else f'norms.lp({norm!r})'}"
         raise TypeError(
             f"norm must be a name or an optaxclip.norms.Norm, got {short_repr(norm)}"
-            f"{instead * (is_real(norm) and bool(norm > 0))}"
+            f"{hint * (is_real(norm) and bool(norm > 0))}"
         )
-    hint = f"; did you mean {meant!r}?" if meant else did_you_mean(text, _BY_NAME)
+    hint = f"; did you mean {similar!r}?" if similar else did_you_mean(text, _BY_NAME)
     raise ValueError(f"norm must be one of {sorted(_BY_NAME)} or norms.lp(p), got {norm!r}{hint}")
 
 

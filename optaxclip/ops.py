@@ -1,11 +1,11 @@
-"""TensorFlow's clipping functions, with their names and meaning, for any pytree.
+"""TensorFlow's clipping functions for pytrees, with the same names and semantics.
 
-They are pure functions. Leaves may be `None`, scalars, Python floats, NumPy arrays, of size zero,
-complex, or `BCOO` (TensorFlow's `IndexedSlices`), and a tree may be empty; an integer, a bool or a
-PRNG key raises `TypeError`. In eager mode each call runs one compiled function, which is cached.
-A table in `docs/coming.md` has the results that differ from TensorFlow's on purpose.
+These functions are pure. Leaves can be `None`, scalars, Python floats, NumPy arrays, empty,
+complex, or `BCOO` (TensorFlow's `IndexedSlices`), and trees can be empty. Integers, bools and PRNG
+keys raise `TypeError`. In eager mode, a call runs a single compiled function, which is cached. A
+table in `docs/coming.md` lists the results that differ from TensorFlow by design.
 
-`clip_cotangent`, which TensorFlow does not have, clips within a backward pass.
+`clip_cotangent`, which TensorFlow does not have, clips inside a backward pass.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jax.core import Tracer
 import optaxclip._backend.memory as memory
 import optaxclip.scopes as scopes
 import optaxclip.transforms.elementwise as elementwise
-from optaxclip._backend.cotangent import CotangentFn, forbid_vmap, transform_cotangent
+from optaxclip._backend.cotangent import forbid_vmap, transform_cotangent
 from optaxclip._base.trees import broadcast_prefix, flatten, get_stored_values, replace_values
 from optaxclip._base.types import ArrayLike, AxisName, ClipInfo, NonFinite, PyTree, Thresholds
 from optaxclip._base.validation import has_float_arrays, normalize_axis_names, short_repr
@@ -35,22 +35,24 @@ from optaxclip.thresholds.rule import check_threshold_value
 def global_norm(
     tree: PyTree, *, norm: str | Norm = "l2", axis_name: AxisName = None, specs: PyTree = None
 ) -> Array:
-    """The norm of all leaves together.
+    """Computes the norm of all leaves together.
 
-    The norm is summed in float32 or wider, and no intermediate overflows: it is infinite only if
-    the true norm is, and NaN only if an entry is. Its derivative at a zero tree is 0.
+    The norm is summed in float32 or wider, and no intermediate value overflows. It is infinite only
+    if the exact norm is infinite, and NaN only if an element is NaN. Its derivative at a tree of
+    zeros is 0.
 
     Args:
-      tree: a pytree of floating or complex arrays.
-      norm: "l2", "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from `optaxclip.norms`.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      tree: A pytree of floating-point or complex arrays.
+      norm: "l2" (the default), "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from
+        `optaxclip.norms`.
+      axis_name: The mapped axes over which all leaves are sharded, see `optaxclip.clip_by`.
+      specs: The sharding of the leaves, see `optaxclip.clip_by`.
 
     Returns:
-      float32[] (float64[] for 64-bit leaves); 0 for an empty tree.
+      The norm, float32[] (float64[] for 64-bit leaves). It is 0 for an empty tree.
 
     Raises:
-      TypeError: if a leaf is an integer, a bool or a PRNG key, or not an array.
+      TypeError: If a leaf is an integer, a bool or a PRNG key, or not an array.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -58,32 +60,31 @@ def global_norm(
       >>> print(optaxclip.ops.global_norm(grads))
       600.0
     """
-    _check(tree)
-    options = {"axis_name": axis_name, "specs": specs}
-    found: Any = group_norms(tree, scope=scopes.tree(), norm=norm, **options)
-    chex.assert_shape(found, ())
-    return found
+    flatten(tree, "tree", integer_policy="error")
+    result = group_norms(tree, scope=scopes.tree(), norm=norm, axis_name=axis_name, specs=specs)
+    chex.assert_shape(result, ())
+    return result
 
 
 def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> PyTree:
-    """Clips each entry to `[clip_value_min, clip_value_max]`.
+    """Clips elements to `[clip_value_min, clip_value_max]`.
 
-    NaN stays NaN, and infinite entries become the bounds. A complex entry keeps its phase, and its
-    modulus becomes at most `clip_value_max`. If the minimum is above the maximum, entries become
-    the minimum, as in TensorFlow.
+    NaN is unchanged, and infinite elements become the bounds. Complex elements keep their phase,
+    and their modulus becomes at most `clip_value_max`. If the minimum is above the maximum,
+    elements become the minimum, as in TensorFlow.
 
     Args:
-      tree: a pytree of arrays; integer leaves are allowed if both bounds are integers.
-      clip_value_min: a scalar, or an array that broadcasts to every leaf.
-      clip_value_max: a scalar, or an array that broadcasts to every leaf.
+      tree: A pytree of arrays. Integer leaves are allowed if both bounds are integers.
+      clip_value_min: A scalar, or an array that broadcasts to all leaves.
+      clip_value_max: A scalar, or an array that broadcasts to all leaves.
 
     Returns:
       A tree of the same structure, shapes, dtypes and weak types.
 
     Raises:
-      TypeError: for a bound that is not a number, an integer leaf with a floating bound, a bool or
-        PRNG-key leaf, or something that is not an array.
-      ValueError: for a bound that does not broadcast to the shape of a leaf.
+      TypeError: If a bound is not a number, if a bound is floating-point and a leaf is an integer,
+        or if a leaf is a bool, a PRNG key, or not an array.
+      ValueError: If a bound does not broadcast to the shape of a leaf.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -94,10 +95,11 @@ def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: Array
     low = elementwise.check_bound(clip_value_min, "clip_value_min")
     high = elementwise.check_bound(clip_value_max, "clip_value_max")
     are_integers = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in (low, high))
+    # TensorFlow clips integers to integer bounds.
     homes, integers = memory.memory_spaces(tree), "measure" if are_integers else "error"
     flat = flatten(memory.put_on_device(tree), "tree", integer_policy=integers)
     clamped = elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
-    return _restore_types(memory.put_leaves(clamped, homes), tree)
+    return _assert_same_types(memory.put_leaves(clamped, homes), tree)
 
 
 def clip_by_norm(
@@ -108,22 +110,22 @@ def clip_by_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> PyTree:
-    """Scales each leaf down to an L2 norm of at most `clip_norm`.
+    """Scales leaves down to an L2 norm of at most `clip_norm`.
 
     Args:
-      tree: a pytree of floating or complex arrays.
-      clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
-      axes: the axes over which a norm is taken; all axes if None.
-      axis_name: as in `global_norm`.
-      specs: as in `global_norm`.
+      tree: A pytree of floating-point or complex arrays.
+      clip_norm: A scalar. Negative numbers act as 0, and NaN sets all elements to NaN.
+      axes: The axes over which norms are computed. Defaults to all axes.
+      axis_name: The mapped axes, as in `global_norm`.
+      specs: The sharding of the leaves, as in `global_norm`.
 
     Returns:
-      A tree of the same structure, shapes, dtypes and weak types. Leaves at or below the threshold come
-      back bit for bit, and a leaf whose norm is not finite becomes all NaN.
+      A tree of the same structure, shapes, dtypes and weak types. Leaves at or below the threshold
+      are returned unchanged, and all elements of a leaf with a non-finite norm become NaN.
 
     Raises:
-      TypeError: if a leaf is an integer, a bool or a PRNG key, or not an array.
-      ValueError: if `clip_norm` is not a scalar, or a leaf lacks one of the axes.
+      TypeError: If a leaf is an integer, a bool or a PRNG key, or not an array.
+      ValueError: If `clip_norm` is not a scalar, or if a leaf lacks one of the axes.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -139,22 +141,23 @@ def clip_by_norm(
 def clip_by_average_norm(
     tree: PyTree, clip_norm: ArrayLike, *, axis_name: AxisName = None, specs: PyTree = None
 ) -> PyTree:
-    """Scales each leaf down to an average norm of at most `clip_norm`.
+    """Scales leaves down to an average norm of at most `clip_norm`.
 
-    The average norm is the L2 norm divided by the number of entries (not the root mean square).
+    The average norm is the L2 norm divided by the number of elements. Note that it is not the root
+    mean square.
 
     Args:
-      tree: a pytree of floating or complex arrays.
-      clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
-      axis_name: as in `global_norm`.
-      specs: as in `global_norm`.
+      tree: A pytree of floating-point or complex arrays.
+      clip_norm: A scalar. Negative numbers act as 0, and NaN sets all elements to NaN.
+      axis_name: The mapped axes, as in `global_norm`.
+      specs: The sharding of the leaves, as in `global_norm`.
 
     Returns:
-      As `clip_by_norm`.
+      A tree as in `clip_by_norm`.
 
     Raises:
-      TypeError: as in `clip_by_norm`.
-      ValueError: if `clip_norm` is not a scalar.
+      TypeError: If a leaf is an integer, a bool or a PRNG key, or not an array.
+      ValueError: If `clip_norm` is not a scalar.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -180,20 +183,20 @@ def clip_by_global_norm(
     Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
 
     Args:
-      tree: a pytree of floating or complex arrays.
-      clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
-      use_norm: the norm of the tree, if the caller knows it; it is then not computed.
-      axis_name: as in `global_norm`.
-      specs: as in `global_norm`.
+      tree: A pytree of floating-point or complex arrays.
+      clip_norm: A scalar. Negative numbers act as 0, and NaN sets all elements to NaN.
+      use_norm: The norm of the tree, if it is known. It is then not computed.
+      axis_name: The mapped axes, as in `global_norm`.
+      specs: The sharding of the leaves, as in `global_norm`.
 
     Returns:
-      The tree, of the same structure, shapes, dtypes and weak types, and the norm before clipping,
-      float32[] (float64[] for 64-bit leaves). If the norm is at or below the threshold the leaves come
-      back bit for bit; if it is not finite all of them are NaN.
+      A tree of the same structure, shapes, dtypes and weak types, and the norm before clipping,
+      float32[] (float64[] for 64-bit leaves). If the norm is at or below the threshold, the leaves
+      are unchanged. If it is non-finite, all elements are NaN.
 
     Raises:
-      TypeError: if a leaf is an integer, a bool or a PRNG key, or not an array.
-      ValueError: if `clip_norm` or `use_norm` is not a scalar.
+      TypeError: If a leaf is an integer, a bool or a PRNG key, or not an array.
+      ValueError: If `clip_norm` or `use_norm` is not a scalar.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -218,54 +221,59 @@ def clip_cotangent(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> PyTree:
-    """Returns `x` as it is, and clips the cotangent that comes back through it.
+    """Returns `x` unchanged, and clips its cotangent in the backward pass.
 
-    The cotangent is the derivative of the loss with respect to this `x`. In a recurrent network, a
-    deep unrolled solver or a router, this function clips it before it goes further back and grows;
-    a clip of gradients acts only after all cotangents have been added up::
+    The cotangent is the derivative of the loss with respect to `x`. In recurrent networks, deep
+    unrolled solvers and routers, this function clips cotangents before they are propagated further
+    and grow. Clipping gradients only acts after all cotangents have been summed::
 
       def step(h, x):
           h = jnp.tanh(h @ w + x)
           return ops.clip_cotangent(h, clip_norm=1.0), h
 
-    Each leaf is clipped by itself, as by `clip_by_norm`, because cotangents of different leaves may
-    come at different times. To give several leaves one norm, concatenate them first. Under `vmap`
-    each example is clipped by itself; to share a norm over the batch, name the axis in `axis_name`.
-    Under `vmap` inside `shard_map` say by `axis_name=()` that the devices have different examples,
-    or name the axes over which parts of an example are split: without it, a `ValueError` says so.
-    JAX adds up the cotangents of an `x` that is the same on all devices before they are clipped.
-    A cotangent is scaled as its loss is: if the loss is a mean over `n` examples, it is `1 / n` of
-    the example's own. A loss scale multiplies it; multiply the threshold by that scale too.
+    Leaves are clipped independently, as by `clip_by_norm`, because cotangents of different leaves
+    may be computed at different times. To clip leaves by a single norm, you can concatenate them.
 
-    In forward mode (`jax.jvp`, `jax.jacfwd`) the function is the identity. Derivatives of a
-    gradient, in either mode, are derivatives of the clipped gradient. All this holds inside of
-    `scan`, `cond`, `jax.checkpoint` and `shard_map` too.
+    Under `vmap`, examples are clipped independently. Use `axis_name` to share a norm over the
+    batch. Under `vmap` inside `shard_map`, use `axis_name=()` if devices have different examples,
+    or the names of the axes over which examples are sharded. Otherwise, a `ValueError` is raised.
+    JAX sums the cotangents of a replicated `x` over devices before they are clipped.
 
-    Source: Graves, 2013, arXiv 1308.0850, section 2.1, where the derivatives with respect to the
-    inputs of LSTM layers are clipped by value.
+    A cotangent is scaled like its loss. If the loss is a mean over `n` examples, the cotangent is
+    `1 / n` of the cotangent of the example. If you use a loss scale, multiply the threshold by it.
+
+    In forward mode (`jax.jvp`, `jax.jacfwd`), this function is the identity. Derivatives of a
+    gradient, in both modes, are derivatives of the clipped gradient. This includes calls inside
+    `scan`, `cond`, `jax.checkpoint` and `shard_map`.
+
+    Source: Graves, 2013, arXiv 1308.0850, section 2.1, which clips the derivatives with respect to
+    the inputs of LSTM layers by value.
 
     Args:
-      x: a pytree of arrays. `None`, integer, bool and PRNG-key leaves have no cotangent, and pass;
-        for a `BCOO` leaf, the cotangent of the stored entries is clipped.
-      clip_norm: the largest L2 norm of a leaf's cotangent, a scalar; a negative one acts as 0, NaN
-        makes every entry NaN.
-      clip_value: in place of `clip_norm`, the largest absolute value of an entry, a scalar;
-        negative and NaN as for `clip_norm`. Infinite entries become the bounds, and NaN stays.
-      axes: the axes over which a norm is taken; all axes if None.
-      nonfinite: with `clip_norm`, what becomes of a cotangent whose norm is not finite: "nan",
-        "zero", "mask" or "error", as in `optaxclip.TransformOptions`.
-      axis_name: with `clip_norm`, as in `global_norm`.
-      specs: with `clip_norm`, as in `global_norm`: a pytree prefix of `x`.
+      x: A pytree of arrays. `None`, integer, bool and PRNG-key leaves have no cotangent and are
+        returned unchanged. For `BCOO` leaves, the cotangents of the stored elements are clipped.
+      clip_norm: The maximum L2 norm of the cotangent of a leaf, a scalar. Negative numbers act as
+        0, and NaN sets all elements to NaN.
+      clip_value: The maximum absolute value of an element, a scalar, instead of `clip_norm`.
+        Negative numbers and NaN act as in `clip_norm`. Infinite elements become the bounds, and NaN
+        is unchanged.
+      axes: The axes over which norms are computed. Defaults to all axes.
+      nonfinite: The policy for cotangents with a non-finite norm: "nan" (the default), "zero",
+        "mask" or "error", as in `optaxclip.TransformOptions`. It can only be used with `clip_norm`.
+      axis_name: The mapped axes, as in `global_norm`, with `clip_norm`.
+      specs: The sharding of the leaves, as in `global_norm`, with `clip_norm`: a pytree prefix of
+        `x`.
 
     Returns:
-      `x`: the same structure, values, shapes, dtypes and weak types. Cotangents keep shape and
-      dtype too; those at or below the threshold stay bit for bit.
+      `x` with the same structure, values, shapes, dtypes and weak types. Cotangents keep their
+      shapes and dtypes. They are unchanged if they are at or below the threshold.
 
     Raises:
-      TypeError: if a leaf is not an array, or a threshold is not a number.
-      ValueError: unless just one of `clip_norm` and `clip_value` is given; if it is not a scalar;
-        for a leaf that lacks one of the axes; for an option of `clip_norm` beside `clip_value`; in
-        the backward pass under `vmap` inside `shard_map`, without `axis_name=` and `specs=`.
+      TypeError: If a leaf is not an array, or if a threshold is not a number.
+      ValueError: If both or neither of `clip_norm` and `clip_value` are passed, if the threshold is
+        not a scalar, if a leaf lacks one of the axes, or if an option of `clip_norm` is used with
+        `clip_value`. The backward pass also raises it under `vmap` inside `shard_map` without
+        `axis_name=` and `specs=`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
@@ -278,86 +286,87 @@ def clip_cotangent(
     """
     if (clip_norm is None) == (clip_value is None):
         given = "neither" if clip_norm is None else "both"
-        raise ValueError(f"pass either clip_norm or clip_value to clip_cotangent, got {given}")
+        raise ValueError(
+            f"clip_cotangent must get either clip_norm or clip_value, got {given}; pass one of them"
+        )
     options = {"nonfinite": check_policy(nonfinite), "axis_name": normalize_axis_names(axis_name)}
     flat = flatten(x, "x")
+    leaves, names = flat.inexact_leaves(), flat.names()
     if clip_norm is not None:
         threshold, scope = _as_scalar(clip_norm, "clip_norm"), scopes.leaf()
         if axes is not None:
             scope = scopes.axes(axes)
-            scope(flat)  # refuses axes that a leaf lacks
-        specs_of = (
-            [None] * len(flat.inexact_indices)
-            if specs is None
-            else broadcast_prefix(specs, flat, "specs")
-        )
-        rows = zip(flat.names(), specs_of, strict=True)
-        backs = [functools.partial(_clip_leaf, *row, scope=scope, **options) for row in rows]
+            scope(flat)  # Checks that all leaves have the axes.
+        by_leaf = [None] * len(leaves) if specs is None else broadcast_prefix(specs, flat, "specs")
+        backs = [
+            functools.partial(_clip_leaf, name, spec, scope=scope, **options)
+            for name, spec in zip(names, by_leaf, strict=True)
+        ]
     else:
-        threshold, backs = (
-            _as_scalar(clip_value, "clip_value"),
-            [_clip_entries] * len(flat.inexact_indices),
-        )
+        threshold, backs = _as_scalar(clip_value, "clip_value"), [_clip_elements] * len(leaves)
+        # Options of norms have no effect here, so all but their defaults are errors.
         options |= {"axes": axes, "specs": specs, "nonfinite": None if nonfinite == "nan" else ""}
         unused = [name for name, value in options.items() if value is not None]
         if unused:
-            raise ValueError(f"{', '.join(unused)} can be passed with clip_norm alone")
-
-    def clip_leaf(leaf: Any, back: CotangentFn) -> Any:
-        return replace_values(
-            leaf, transform_cotangent(jnp.asarray(get_stored_values(leaf)), back, threshold)
-        )
-
-    return flat.unflatten(list(map(clip_leaf, flat.inexact_leaves(), backs)))
+            raise ValueError(
+                f"{', '.join(unused)} must not be passed with clip_value, got "
+                f"clip_value={short_repr(clip_value)}; pass clip_norm instead"
+            )
+    results = []
+    for leaf, back in zip(leaves, backs, strict=True):
+        # The cotangent of a sparse array is the cotangent of its stored elements.
+        values = jnp.asarray(get_stored_values(leaf))
+        results.append(replace_values(leaf, transform_cotangent(values, back, threshold)))
+    return flat.unflatten(results)
 
 
 def _clip_leaf(
-    leaf: str, specs: PyTree, cotangent: Array, threshold: Array, **options: Any
+    name: str, specs: PyTree, cotangent: Array, threshold: Array, **options: Any
 ) -> Array:
+    # Under `vmap` inside `shard_map`, it is unknown which devices share an example.
     if specs is None and options["axis_name"] is None:
         cotangent = forbid_vmap(cotangent, "clip_cotangent")
-    named = {"specs": None if specs is None else {leaf: specs}, "name": "clip_cotangent"}
+    options |= {"specs": None if specs is None else {name: specs}, "name": "clip_cotangent"}
     rule = fixed(Thresholds(threshold, threshold))
-    return clip_tree({leaf: cotangent}, rule, **named, **options)[0][leaf]
+    # A dict with the name of the leaf, for messages.
+    return clip_tree({name: cotangent}, rule, **options)[0][name]
 
 
-def _clip_entries(cotangent: Array, threshold: Array) -> Array:
+def _clip_elements(cotangent: Array, threshold: Array) -> Array:
     return elementwise.clamp(flatten(cotangent, "x"), None, threshold, ("clip_value", "clip_value"))
 
 
 def _clip(tree: PyTree, clip_norm: ArrayLike, **options: Any) -> tuple[PyTree, ClipInfo]:
-    _check(tree)
+    flatten(tree, "tree", integer_policy="error")
     _check_order(tree, clip_norm)
     threshold = _as_scalar(clip_norm, "clip_norm")
     clipped, info = clip_tree(tree, fixed(Thresholds(threshold, threshold)), **options)
-    return _restore_types(clipped, tree), info
+    return _assert_same_types(clipped, tree), info
 
 
-def _restore_types(clipped: PyTree, tree: PyTree) -> PyTree:
-    """`clipped`; in a trace, its leaves are asserted to have the shapes and dtypes of `tree`."""
-    found, structure = jax.tree.flatten(clipped)
-    # Not in eager mode, where this check would take as long as the clip.
-    if any(isinstance(leaf, Tracer) for leaf in found):
-        leaves = structure.flatten_up_to(tree)
-        chex.assert_shape(found, [jnp.shape(leaf) for leaf in leaves])
-        chex.assert_type(found, [jnp.result_type(leaf) for leaf in leaves])
+def _assert_same_types(clipped: PyTree, tree: PyTree) -> PyTree:
+    """Asserts in traces that the shapes and dtypes of both trees are equal."""
+    leaves, structure = jax.tree.flatten(clipped)
+    # In eager mode, this check would take as long as clipping.
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        expected = structure.flatten_up_to(tree)
+        chex.assert_shape(leaves, [jnp.shape(leaf) for leaf in expected])
+        chex.assert_type(leaves, [jnp.result_type(leaf) for leaf in expected])
     return clipped
 
 
-def _check(tree: PyTree) -> None:
-    flatten(tree, "tree", integer_policy="error")
-
-
 def _check_order(tree: PyTree, *thresholds: Any) -> None:
+    """Checks that the tree and the thresholds are not swapped."""
     if isinstance(tree, (int, float)) and any(map(has_float_arrays, thresholds)):
         raise TypeError(
-            f"tree, the first argument, is {short_repr(tree)}, and what comes after it holds arrays: "
-            "pass the gradients first, the thresholds after them, as in clip_by_global_norm(grads, 1.0)"
+            f"tree, the first argument, must be the gradients, got {short_repr(tree)} and a "
+            "threshold with arrays; pass the gradients first, as in "
+            "clip_by_global_norm(grads, 1.0)"
         )
 
 
 def _as_scalar(value: Any, argument: str) -> Array:
-    """`value` as a scalar array; negative numbers and NaN are allowed."""
+    """Converts `value` to a scalar array, which may be negative or NaN."""
     return jnp.asarray(
         check_threshold_value(value, argument, allow_any_number=True, disabled_value="math.inf")
     )

@@ -1,20 +1,20 @@
-"""Responses: the new norm of a group, from its norm and its thresholds.
+"""Responses: functions from norms and thresholds to new norms.
 
-A `Response` is a function from `(norm, trigger, target)`, arrays of one shape, to the new norm. The
-engine multiplies the group by `new / norm`; if the two are equal, the group stays bit for bit.
+A `Response` is a function from `(norm, trigger, target)`, arrays of the same shape, to new norms.
+Groups are multiplied by `new / norm`. If both are equal, the group is unchanged.
 
   response    | new norm
   ------------|---------------------------------------------------------------
   `clip`      | `min(norm, target)` if the norm exceeds the trigger
-  `normalize` | `target`, whatever the norm was
+  `normalize` | `target`
   `smooth`    | `norm / sqrt(1 + (norm / target)**2)`, always below the target
   `auto_s()`  | `target * norm / (norm + gamma)`, always below the target
-  `band()`    | as `clip`, but at least a share of the target
+  `band()`    | like `clip`, but at least a fraction of the target
   `clip_with_eps()` | `norm * target / (norm + eps)` if that is less than the norm
 
-A response may also have a method `factor(norm, trigger, target)`. The engine then multiplies the
-group by the result of this method instead of `new / norm`, unless the factor or its derivative is
-too small or too large to be a normal number.
+A response can also have a method `factor(norm, trigger, target)`. Groups are then multiplied by the
+result of this method instead of `new / norm`, unless the factor or its derivative is not a normal
+number.
 """
 
 import dataclasses
@@ -27,33 +27,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.derivatives import custom_jvp
-from optaxclip._base.numerics import divide_no_nan
+from optaxclip._base.numerics import custom_jvp, divide_no_nan
 from optaxclip._base.validation import check_called, validate_call
 
 Response: TypeAlias = Callable[[Array, Array, Array], Array]
 
 
 def clip(norm: Array, trigger: Array, target: Array) -> Array:
-    """Brings a norm above the trigger to the target (Pascanu et al., 2013, arXiv 1211.5063)."""
+    """Clips norms above the trigger to the target (Pascanu et al., 2013, arXiv 1211.5063)."""
     return jnp.where(norm <= trigger, norm, jnp.minimum(norm, target))
 
 
 def normalize(norm: Array, trigger: Array, target: Array) -> Array:
-    """Brings every norm except 0 to the target; if the target is infinite, norms stay."""
+    """Scales all norms except 0 to the target, unless the target is infinite."""
     del trigger
     return jnp.where(jnp.isinf(target), norm, target)
 
 
 def smooth(norm: Array, trigger: Array, target: Array) -> Array:
-    """Brings every norm below the target; large norms come close to the target.
+    """Scales norms smoothly to values below the target.
 
-    Small norms change only in second order, and the derivative is continuous everywhere. Cf. Zhang,
-    He, Sra and Jadbabaie, 2019, arXiv 1905.11881.
+    Large norms become almost as large as the target. Small norms only change in second order, and
+    the derivative is continuous. Cf. Zhang, He, Sra and Jadbabaie, 2019, arXiv 1905.11881.
     """
     del trigger
-    # The formula is symmetric in norm and target. The smaller of the two is divided by the larger,
-    # because the square of that quotient cannot overflow.
+    # The formula is symmetric in norm and target. The smaller one is divided by the larger one,
+    # because the square of this quotient cannot overflow.
     is_below = norm <= target
     small, large = jnp.where(is_below, norm, target), jnp.where(is_below, target, norm)
     ratio = divide_no_nan(small, jnp.where(jnp.isinf(large), 1, large), 0)
@@ -62,23 +61,23 @@ def smooth(norm: Array, trigger: Array, target: Array) -> Array:
 
 @validate_call()
 def auto_s(gamma: float = 0.01) -> Response:
-    """Brings norms close to the target, unless they are small compared with `gamma`.
+    """Scales norms almost to the target, unless they are small compared with `gamma`.
 
-    The group is multiplied by `target / (norm + gamma)`, so its new norm is below the target, and
-    zeros stay zeros. With `gamma=0` (AUTO-V) this is `normalize`.
+    Groups are multiplied by `target / (norm + gamma)`. The new norms are below the target, and
+    zeros are unchanged. `gamma=0` (AUTO-V) is `normalize`.
 
-    Source: Bu, Wang, Zha and Karypis, 2022, Automatic clipping, arXiv 2206.07136; the paper applies
-    it to gradients of single examples, with a `gamma` of 0.01.
+    Source: Bu, Wang, Zha and Karypis, 2022, Automatic clipping, arXiv 2206.07136. The paper uses it
+    for per-example gradients with a `gamma` of 0.01.
 
     Args:
-      gamma: a norm of this size is brought to half the target.
+      gamma: A norm of this size is scaled to half the target. Defaults to 0.01.
 
     Returns:
-      A response: a function of the norms, triggers and targets, arrays of one shape, to the new
-      norms, of the same shape and dtype.
+      A response, which is a function from norms, triggers and targets, arrays of the same shape, to
+      the new norms with this shape and dtype.
 
     Raises:
-      ValueError: if `gamma` is negative, NaN or infinite.
+      ValueError: If `gamma` is negative, NaN or infinite.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -93,7 +92,7 @@ def auto_s(gamma: float = 0.01) -> Response:
 
 @dataclasses.dataclass(frozen=True)
 class _AutoS:
-    """The response of `auto_s`; a dataclass, so that equal responses are compiled once."""
+    """The response of `auto_s`, a dataclass so that equal responses share compiled programs."""
 
     gamma: float
 
@@ -107,18 +106,18 @@ class _AutoS:
 
 @validate_call()
 def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf) -> Response:
-    """Keeps norms between `low` times the target and the target.
+    """Clips norms from both sides, to `low` times the target and to the target.
 
-    A norm above the trigger is reduced to the target, and a norm below `low * target` is raised to
-    `low * target`. A zero group stays zero. If the target is infinite, norms stay. No group is
-    multiplied by more than `max_factor` or by less than `min_factor`, even if its new norm is then
-    outside of the band.
+    Norms above the trigger are reduced to the target, and norms below `low * target` are increased
+    to `low * target`. Groups of zeros are unchanged, as are all norms if the target is infinite. No
+    group is multiplied by more than `max_factor` or by less than `min_factor`, even if the new norm
+    is then outside the band.
 
-    Three methods are bands. AGGC (Li, Wu and Chang, 2026, arXiv 2601.11864) keeps each group of
-    layers within 0.5 to 1.5 times the moving average of its norms; here the average records norms
-    before they are raised. LAMBC (Fong et al., 2020, arXiv 2011.13584) is LAMB with a
-    bounded trust ratio. Speedruns (KellerJordan/modded-nanogpt) keep the ratio of update to weight
-    from falling::
+    Three published methods are bands. AGGC (Li, Wu and Chang, 2026, arXiv 2601.11864) keeps the
+    norms of groups of layers within 0.5 to 1.5 times their moving averages. Here, the average
+    records norms before they are increased. LAMBC (Fong et al., 2020, arXiv 2011.13584) is LAMB
+    with a bounded trust ratio. Speedruns (KellerJordan/modded-nanogpt) bound the ratio of updates
+    to parameters from below::
 
       clip_by(scopes.group(labels), thresholds.ema(0.98, 1.5), response=responses.band(0.5 / 1.5))
       clip_by(scopes.leaf(), thresholds.relative_to_params(1.0, eps=0.0),    # after the optimizer
@@ -127,16 +126,17 @@ def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = mat
               response=responses.band(0.1))
 
     Args:
-      low: the lower edge as a share of the target: 0 is `clip`, 1 is `normalize`.
-      min_factor: the smallest factor.
-      max_factor: the largest factor, at least `min_factor`.
+      low: The lower edge as a fraction of the target. Use 0 for `clip` and 1 for `normalize`.
+        Defaults to 1/3.
+      min_factor: The smallest factor. Defaults to 0.
+      max_factor: The largest factor, at least `min_factor`. Defaults to infinity.
 
     Returns:
-      A response: a function of the norms, triggers and targets, arrays of one shape, to the new
-      norms, of the same shape and dtype.
+      A response, which is a function from norms, triggers and targets, arrays of the same shape, to
+      the new norms with this shape and dtype.
 
     Raises:
-      ValueError: if `low` is not from 0 to 1, a factor is negative or NaN, or `min_factor` exceeds
+      ValueError: If `low` is not from 0 to 1, a factor is negative or NaN, or `min_factor` exceeds
         `max_factor`.
 
     Example:
@@ -158,7 +158,7 @@ def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = mat
       >>> print(tx.update(jnp.array([0.06, 0.08]), None, jnp.array([3.0, 4.0]))[0])
       [0.6 0.8]
 
-      An update of at least 1e-3 and at most 1e-2 of its weights:
+      An update of at least 1e-3 and at most 1e-2 of its parameters:
 
       >>> rule = thresholds.relative_to_params(1e-2)
       >>> tx = optaxclip.clip_by(scopes.leaf(), rule, response=responses.band(0.1))
@@ -175,7 +175,7 @@ def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = mat
 
 @dataclasses.dataclass(frozen=True)
 class _Band:
-    """The response of `band`; a dataclass, so that equal responses are compiled once."""
+    """The response of `band`, a dataclass so that equal responses share compiled programs."""
 
     low: float
     min_factor: float
@@ -187,30 +187,32 @@ class _Band:
         )
         edge = low * jnp.where(jnp.isinf(target), 0, target)
         new = jnp.maximum(clip(norm, trigger, target), edge)
-        if self.max_factor < math.inf:
+        if self.max_factor < math.inf:  # The product of infinity and 0 would be NaN.
             new = jnp.minimum(new, largest * norm)
         new = jnp.maximum(new, smallest * norm)
+        # No factor can scale a norm of 0 to the edge.
         return jnp.where(norm == 0, norm, new)
 
 
 @validate_call()
 def clip_with_eps(eps: float = 1e-6) -> Response:
-    """Multiplies by `target / (norm + eps)` if that is below 1, as PyTorch does.
+    """Multiplies groups by `target / (norm + eps)` if it is below 1, as in PyTorch.
 
-    A group at its threshold, or a little below it, is shrunk too. Use it for runs that must match
-    PyTorch's `clip_grad_norm_`: with PyTorch's `eps` of 1e-6, the factor is PyTorch's to the last
-    digit of float32. Only a factor that is below 1e-36, alone or divided by the norm, may differ in
-    its last digit, because it is computed so that neither it nor its derivative becomes 0.
+    Groups at their threshold, or slightly below it, are reduced too. Use this response for runs
+    that must match PyTorch's `clip_grad_norm_`. With PyTorch's `eps` of 1e-6, the factor is equal
+    to PyTorch's in all bits of float32. The exception is a factor below 1e-36, alone or divided by
+    the norm, which may differ in the last digit, because neither the factor nor its derivative is
+    flushed to zero here.
 
     Args:
-      eps: the number that is added to the norm.
+      eps: The number that is added to the norm. Defaults to 1e-6.
 
     Returns:
-      A response: a function of the norms, triggers and targets, arrays of one shape, to the new
-      norms, of the same shape and dtype.
+      A response, which is a function from norms, triggers and targets, arrays of the same shape, to
+      the new norms with this shape and dtype.
 
     Raises:
-      ValueError: if `eps` is negative, NaN or infinite.
+      ValueError: If `eps` is negative, NaN or infinite.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -224,7 +226,7 @@ def clip_with_eps(eps: float = 1e-6) -> Response:
 
 @dataclasses.dataclass(frozen=True)
 class _ClipWithEps:
-    """The response of `clip_with_eps`; a dataclass, so that equal responses are compiled once."""
+    """The response of `clip_with_eps`, a dataclass like `_AutoS`."""
 
     eps: float
 
@@ -232,10 +234,10 @@ class _ClipWithEps:
         return jnp.minimum(_AutoS(self.eps)(norm, trigger, target), norm)
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
-        """The factors of the groups."""
+        """Returns the factors of the groups."""
         del trigger
         divisor = norm + jnp.asarray(self.eps).astype(norm.dtype)
-        # Far below the threshold the factor is 1; the quotient may overflow there.
+        # Far below the threshold, the quotient may overflow, and the factor is 1.
         is_far_below = divisor < target / 2
         target, divisor = (jnp.where(is_far_below, 1, x) for x in (target, divisor))
         return jnp.minimum(_quotient(target, divisor), 1)
@@ -243,9 +245,9 @@ class _ClipWithEps:
 
 @custom_jvp()
 def _quotient(x: Array, y: Array) -> Array:
-    """`x * (1 / y)`, which is what PyTorch computes for a number divided by a tensor.
+    """Computes `x * (1 / y)`, as PyTorch does for a number divided by a tensor.
 
-    Its derivatives are those of `x / y`, because derivatives of `1 / y` may overflow.
+    The derivatives are those of `x / y`, because derivatives of `1 / y` may overflow.
     """
     return divide_no_nan(jnp.ones_like(y), y, 1) * x
 
@@ -261,7 +263,7 @@ _MAX_FLOAT32 = float(jnp.finfo(jnp.float32).max)
 
 
 def _check_range(value: Any, low: float, high: float, argument: str) -> float:
-    """`value` as a float, checked to be a Python number from `low` to `high`."""
+    """Checks that `value` is a Python number from `low` to `high`, and converts it to a float."""
     if isinstance(value, jax.Array):
         raise ValueError(
             f"{argument} must be a Python number, because a program is compiled for each value, "
@@ -283,13 +285,14 @@ _BY_NAME: dict[str, Response] = {
 
 
 def as_response(response: str | Response) -> Response:
-    """The response with this name, or `response` itself.
+    """Returns the response with this name, or `response` itself.
 
     Raises:
-      ValueError: for an unknown name.
-      TypeError: for a function that makes responses, such as `band`, in place of its result.
+      ValueError: If the name is unknown.
+      TypeError: If `response` is a function that makes responses, such as `band`.
     """
     if callable(response):
+        # `clip` and others are responses, and `band` and others return responses.
         if response not in _BY_NAME.values():
             check_called(response, "optaxclip.responses", "response", "responses")
         return response

@@ -63,8 +63,8 @@ def told(make=None, **extra):
 
 
 TYPE_ERRORS = {
-    r"lp\(\) got an unexpected keyword argument 'q'\. It takes \['p'\]": lambda: optaxclip.norms.lp(
-        q=2
+    r"lp\(\) got an unexpected keyword argument 'q'; use one of \['p'\]": lambda: (
+        optaxclip.norms.lp(q=2)
     ),
     "clip_norm must be a number or scalar array, got <function": lambda: ops.clip_by_norm(
         jnp.ones(1), lambda count: 1.0
@@ -72,97 +72,93 @@ TYPE_ERRORS = {
     "z_thresh must be a number or scalar array, got <function": lambda: thresholds.zscore(
         z_thresh=lambda count: 2.0
     ),
-    r"a scope was called .* static_args=\(\"scope\",\) to optax\.inject_hyperparams": lambda: (
-        injected(TREE)
-    ),
-    r"a scope was called with .*, .* static_args=\(\"scope\",\) to optax": lambda: injected(
-        scopes.unit()
-    ),
+    r"a scope must be called with a tree, got .*; pass "
+    r"static_args=\(\"scope\",\) to optax\.inject_hyperparams": lambda: injected(TREE),
+    r"a scope must be called with a tree, got .*; pass "
+    r"static_args=\(\"scope\",\) to optax": lambda: injected(scopes.unit()),
     "'f' .* eqx.filter": lambda: ops.global_norm({"f": jnp.tanh, "w": jnp.ones(1)}),
     "window must be an int of at least 1": lambda: optaxclip.autoclip(window=1.5),
-    r"tree, the first argument, is 1\.0, .* first, .* clip_by_global_norm\(grads, 1\.0\)": lambda: (
-        ops.clip_by_global_norm(1.0, GRADS)
+    r"tree, the first argument, must be .*, got 1\.0 .* first, .* "
+    r"clip_by_global_norm\(grads, 1\.0\)": lambda: ops.clip_by_global_norm(1.0, GRADS),
+    r"tree, the first argument, must be the gradients, got -1\.0 ": lambda: ops.clip_by_value(
+        -1.0, 1.0, GRADS
     ),
-    r"tree, the first argument, is -1\.0, ": lambda: ops.clip_by_value(-1.0, 1.0, GRADS),
     "clip_norm must be .* of type dict": lambda: ops.clip_by_global_norm(jnp.ones(2), GRADS),
     "clip_value_max .* type dict": lambda: ops.clip_by_value(jnp.ones(2), 1.0, GRADS),
-    r"clip_by\(scopes.leaf.*got 1.0": lambda: clip_by(1.0, LEAF),
-    r"clip\(\) takes the positional arguments \['max_delta'\], "
+    r"got 1.0 of type float; .* clip_by\(scopes.leaf": lambda: clip_by(1.0, LEAF),
+    r"clip\(\) accepts the positional arguments \['max_delta'\], "
     r"got 2; .* clip_by_value\(min_value": lambda: optaxclip.clip(-1.0, 1.0),
     r"positional arguments \['max_norm'\], got 2; pass by name \['eps', ": lambda: (
         clip_by_global_norm(1.0, 2.0)
     ),
-    r"positional arguments \[\], got 1; pass by name \['threshold', 'decay'": lambda: (
+    r"accepts only keyword arguments, got 1\.0; pass by name \['threshold', 'decay'": lambda: (
         optaxclip.clip_by_second_moment(1.0)
     ),
     r"^inner must be an Optax .* is the first argument; got ThresholdRule\(": lambda: skip_above(
         thresholds.zscore(), SGD
     ),
-    r"max_consecutive must .*; of several .* optax\.chain\(clip, optimizer\)": lambda: (
-        skip_nonfinite(optaxclip.zclip(), SGD)
-    ),
-    r"threshold must .*; of several transformations make one, ": lambda: skip_above(
+    r"max_consecutive must .*; combine .* optax\.chain\(clip, optimizer\)": lambda: skip_nonfinite(
         optaxclip.zclip(), SGD
     ),
-    r"skip_nonfinite\(\) needs \['inner'\].* no stage of a chain, "
-    r"but skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
-    r"needs \['threshold'\]: .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: skip_above(
-        1.0
+    r"threshold must .*; combine transformations by ": lambda: skip_above(optaxclip.zclip(), SGD),
+    r"skip_nonfinite\(\) requires \['inner'\]; .* adding a stage to the chain, "
+    r"as in skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
+    r"requires \['threshold'\]; .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: (
+        skip_above(1.0)
     ),
-    r"^clip_by_global_norm\(\) needs \['max_norm'\]: call "
+    r"^clip_by_global_norm\(\) requires \['max_norm'\]; call "
     r"clip_by_global_norm\(max_norm\)$": clip_by_global_norm,
-    r"^constant\(\) needs \['threshold'\]": thresholds.constant,
+    r"^constant\(\) requires \['threshold'\]": thresholds.constant,
     r"needs the state too: updates, state = tx\.update\(grads, "
     r"state, params\), .* tx\.init\(params\)": lambda: clip_by(LEAF, 1.0).update(ONE),
-    r"keyword argument 'foo'\. It takes \['scope', 'threshold', ": lambda: clip_by(
+    r"keyword argument 'foo'; use one of \['scope', 'threshold', ": lambda: clip_by(
         TREE, 1.0, foo=1
     ),
-    r"argument 'respons'; did you mean 'response'\? It takes \[": lambda: clip_by(
+    r"argument 'respons'; did you mean 'response'\? \(accepted: \[": lambda: clip_by(
         TREE, 1.0, respons="clip"
     ),
     "'clip_norm'; did you mean 'max_norm'": lambda: clip_by_global_norm(clip_norm=1.0),
     "'max_norm'; did you mean 'threshold'": lambda: optaxclip.clip_by_block_rms(max_norm=1.0),
     "'clip_value'; did you mean 'max_delta'": lambda: optaxclip.clip(clip_value=1.0),
     "'max_grad_norm'; did you mean 'threshold'": lambda: skip_above(SGD, max_grad_norm=1.0),
-    r"clip_by\(scopes.leaf\(stacked=1\), thresholds.adagc\(": lambda: optaxclip.adagc(stacked=1),
-    r"thresholds.zscore\(debias=True\)\)\. It takes": lambda: optaxclip.zclip(debias=True),
-    r"thresholds\.ema\(inclusive=True, skip_steps=1\)\)": lambda: optaxclip.clip_by_ema_norm(
+    r"keyword argument 'stacked'; use one of \['lambda_rel'": lambda: optaxclip.adagc(stacked=1),
+    r"keyword argument 'debias'; use one of \['alpha', ": lambda: optaxclip.zclip(debias=True),
+    r"keyword argument 'inclusive'; use one of \['ratio', ": lambda: optaxclip.clip_by_ema_norm(
         inclusive=True
     ),
-    r"'scope': take .* clip_by\(scopes\.leaf\(\), 1\.0\)\.": lambda: optaxclip.clip_by_norm(
-        1.0, scope=1
+    r"'scope'; use clip_by\(scope, threshold, .* \(accepted: \['max_norm'": lambda: (
+        optaxclip.clip_by_norm(1.0, scope=1)
     ),
     "must be from optaxclip.scopes.* got 'leaf' of": lambda: clip_by("leaf", 1.0),
     "must be from optaxclip.scopes.* got 'leaf'": lambda: clip_tree(GRADS, 1.0, scope="leaf"),
     r"scope must .* call it, as in scopes\.leaf\(\)": lambda: clip_by(scopes.leaf, 1.0),
-    r"from optaxclip\.scopes, got <function .* two arguments: .* scopes\.group\(fn\)": lambda: (
+    r"from optaxclip\.scopes, got <function .* two arguments; .* scopes\.group\(fn\)": lambda: (
         clip_by(lambda path, leaf: "a", 1.0)
     ),
-    r"must return an optaxclip\.scopes\.Grouping.*; a function "
-    r"that gives labels .* scopes\.group\(fn\)": lambda: clip_by(lambda tree: "a", 1.0).init(ONE),
+    r"must return an optaxclip\.scopes\.Grouping.*; use "
+    r"scopes\.group\(fn\) for .* labels": lambda: clip_by(lambda tree: "a", 1.0).init(ONE),
     "labels must be strings, got None for the leaf 'b'": lambda: by_labels(lambda path, leaf: None),
-    "norm must be a name .* got 2: pass norm='l2'": lambda: clip_by_global_norm(1.0, norm=2),
-    "norm must be a name .* got inf: pass norm='linf'": lambda: clip_by_global_norm(
+    "norm must be a name .* got 2; pass norm='l2'": lambda: clip_by_global_norm(1.0, norm=2),
+    "norm must be a name .* got inf; pass norm='linf'": lambda: clip_by_global_norm(
         1.0, norm=math.inf
     ),
-    r"norm must be a name .* got 3: pass norm=norms\.lp\(3\)": lambda: clip_by_global_norm(
+    r"norm must be a name .* got 3; pass norm=norms\.lp\(3\)": lambda: clip_by_global_norm(
         1.0, norm=3
     ),
     r"norm must be a name or an optaxclip\.norms\.Norm, got -1$": lambda: clip_by_global_norm(
         1.0, norm=-1
     ),
-    r"norm must be what lp returns.* norms\.lp\(\)": lambda: clip_by_global_norm(
+    r"norm must be the result of lp, .* norms\.lp\(\)": lambda: clip_by_global_norm(
         1.0, norm=optaxclip.norms.lp
     ),
-    r"response must be what auto_s returns, .* as in responses\.auto_s\(\)": lambda: clip_by(
+    r"response must be the result of auto_s, .* as in responses\.auto_s\(\)": lambda: clip_by(
         TREE, 1.0, response=responses.auto_s
     ),
-    r"response must be what band returns, .* as in responses\.band\(\)": lambda: clip_by(
+    r"response must be the result of band, .* as in responses\.band\(\)": lambda: clip_by(
         TREE, 1.0, response=responses.band
     ),
-    r"response must be what clip_with_eps returns, .* as in responses\.clip_with_eps\(\)": lambda: (
-        clip_by(TREE, 1.0, response=responses.clip_with_eps)
-    ),
+    r"response must be the result of clip_with_eps, .* as in "
+    r"responses\.clip_with_eps\(\)": lambda: clip_by(TREE, 1.0, response=responses.clip_with_eps),
     "max_norm must be a number, a schedule or a rule, got the "
     "function zclip of optaxclip": lambda: optaxclip.clip_by_norm(optaxclip.zclip),
     "threshold must .* got a scope, which": lambda: clip_by(LEAF, TREE),
@@ -180,13 +176,13 @@ TYPE_ERRORS = {
     r"got the name 'zscore': a rule is what thresholds\.zscore\(\.\.\.\) returns": lambda: clip_by(
         LEAF, "zscore"
     ),
-    r"stacked must not be a JAX array .* static_args=\('stacked',\)": lambda: (
+    r"stacked must not be a JAX array, .* static_args=\('stacked',\)": lambda: (
         optaxclip.clip_by_block_rms(1.0, stacked=jnp.ones(2))
     ),
-    r"axes must not be a JAX array .* static_args=\('axes',\)": lambda: optaxclip.clip_by_norm(
+    r"axes must not be a JAX array, .* static_args=\('axes',\)": lambda: optaxclip.clip_by_norm(
         1.0, axes=jnp.int32(0)
     ),
-    r"axis must not be a JAX array .* static_args=\('axis',\)": lambda: (
+    r"axis must not be a JAX array, .* static_args=\('axis',\)": lambda: (
         optaxclip.adaptive_grad_clip(0.1, axis=jnp.int32(0))
     ),
     "max_consecutive .* got True": lambda: skip_nonfinite(SGD, True),
@@ -198,7 +194,7 @@ TYPE_ERRORS = {
     "clip_value must be a number.*str": lambda: cotangent(clip_value="1"),
     "axes must be an int": lambda: cotangent(clip_norm=1.0, axes="0"),
     "axis_name must be a name": lambda: cotangent(clip_norm=1.0, axis_name=3),
-    "x must be a pytree of arrays; its leaf 'h' is '3'": lambda: ops.clip_cotangent(
+    "x must be a pytree of arrays, got the leaf 'h' = '3'": lambda: ops.clip_cotangent(
         {"h": "3"}, clip_norm=1.0
     ),
     "inner must be an Optax transformation.* 3$": lambda: skip_nonfinite(3),
@@ -236,20 +232,24 @@ VALUE_ERRORS = {
     r"clip_norm must be a scalar, got an array of shape \(2,\)$": lambda: ops.clip_by_norm(
         jnp.ones(1), np.ones(2)
     ),
-    r"'0' cannot be divided, so axes must be all 2 of its axes, "
-    r"got 1; .* leaf\.todense\(\)": lambda: ops.clip_by_norm([SPARSE], 1.0, axes=1),
-    r"3 entries for its 1 groups, .* jax\.vmap too": lambda: clip_by(LEAF, 1.0).update(
+    r"axes must be all 2 axes of the sparse leaf '0', "
+    r"got 1; pass leaf\.todense\(\)": lambda: ops.clip_by_norm([SPARSE], 1.0, axes=1),
+    r"norms for its 1 groups, got 3 norms, .* jax\.vmap too": lambda: clip_by(LEAF, 1.0).update(
         [jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])
     ),
-    r"labels has the leaves 'x' \(dict\), the gradients have .* "
-    r"'layer0', .*, \.\.\. \(dict\)": lambda: by_labels({"x": "a"}, GRADS),
-    r"labels has the leaves 'w/k' .* have the leaves 'w' .* a function \(path, leaf\)": lambda: (
-        by_labels({"w": {"k": "a"}}, {"w": jnp.ones(2)})
+    r"labels must be a pytree prefix of the gradients, which have .* "
+    r"'layer0', .*, \.\.\. \(dict\), got the leaves 'x' \(dict\)": lambda: by_labels(
+        {"x": "a"}, GRADS
+    ),
+    r"have the leaves 'w' .*, got the leaves 'w/k' .* a function \(path, leaf\)": lambda: by_labels(
+        {"w": {"k": "a"}}, {"w": jnp.ones(2)}
     ),
     "stacked must be a pytree prefix of the gradients": lambda: clip_by(
         scopes.leaf(stacked={"x": 1}), 1.0
     ).init(GRADS),
-    r"groups \['b'\] that .* copies of optax\.lookahead: .*lookahead\(optax": outside_of_lookahead,
+    r"got the new groups \['b'\] .* copies of optax\.lookahead; .*lookahead\(optax": (
+        outside_of_lookahead
+    ),
     r"norm must be one of .* got 'L2'; did you mean 'l2'\?": lambda: clip_by_global_norm(
         1.0, norm="L2"
     ),
@@ -268,16 +268,24 @@ VALUE_ERRORS = {
     "max_consecutive .* at least 1, got 0": lambda: skip_nonfinite(SGD, 0),
     r"max_consecutive .* of shape \(2,\)": lambda: skip_above(SGD, 1.0, jnp.ones(2, int)),
     "max_consecutive must be at least 1, got 0": lambda: skip_above(SGD, 1.0, jnp.int32(0)),
-    "either clip_norm or clip_value to clip_cotangent, got neither": cotangent,
-    "clip_cotangent, got both": lambda: cotangent(clip_norm=1.0, clip_value=1.0),
+    "clip_cotangent must get either clip_norm or clip_value, got neither": cotangent,
+    "clip_cotangent must get either clip_norm or clip_value, got both": lambda: cotangent(
+        clip_norm=1.0, clip_value=1.0
+    ),
     r"clip_norm must be a scalar.*\(2,\)": lambda: cotangent(clip_norm=np.ones(2)),
     r"clip_value must be a scalar.*\(2,\)": lambda: cotangent(clip_value=np.ones(2)),
-    r"axes \(2,\) do not exist in leaf 'h'": lambda: cotangent(clip_norm=1.0, axes=2),
+    r"axes must be from -2 to 1 for leaf 'h' of shape \(2, 2\), got \(2,\)": lambda: cotangent(
+        clip_norm=1.0, axes=2
+    ),
     "nonfinite must be one of": lambda: cotangent(clip_norm=1.0, nonfinite="off"),
     "specs must be a pytree prefix": lambda: cotangent(clip_norm=1.0, specs={"k": jax.P()}),
-    "axes can be passed with clip_norm": lambda: cotangent(clip_value=1.0, axes=0),
-    "nonfinite can be passed with": lambda: cotangent(clip_value=1.0, nonfinite="zero"),
-    "axis_name, specs can be": lambda: cotangent(clip_value=1.0, axis_name="x", specs=jax.P()),
+    "axes must not be passed with clip_value, .* pass clip_norm": lambda: cotangent(
+        clip_value=1.0, axes=0
+    ),
+    "nonfinite must not be passed with clip_value": lambda: cotangent(
+        clip_value=1.0, nonfinite="zero"
+    ),
+    "axis_name, specs must not be": lambda: cotangent(clip_value=1.0, axis_name="x", specs=jax.P()),
     "^loss_threshold must not be NaN": lambda: skip_above(SGD, 1.0, loss_threshold=np.nan),
     "^loss_threshold must be a scalar": lambda: skip_above(SGD, 1.0, loss_threshold=np.ones(2)),
     "^loss_threshold must be a rule that allows negative numbers": lambda: skip_above(
@@ -300,32 +308,43 @@ VALUE_ERRORS = {
     r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got -1": lambda: scoped(scopes.leaf(-1)),
     r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got 0.5": lambda: scoped(scopes.leaf(0.5)),
     r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got 3$": lambda: scoped(scopes.unit(stacked=3)),
-    r"axes \(2,\) do not exist in leaf 'w', which has shape \(2, 3\)": lambda: scoped(
+    r"axes must be from -2 to 1 for leaf 'w' of shape \(2, 3\), got \(2,\)": lambda: scoped(
         scopes.axes(2)
     ),
-    r"axes \(0, -3\) do not exist in leaf 'w'": lambda: scoped(scopes.axes((0, -3))),
-    r"axes \(1,\) do not exist in leaf 'w'": lambda: scoped(scopes.unit(axis=1, stacked=1)),
+    r"axes must be .* for leaf 'w' of shape \(2, 3\), got \(0, -3\)": lambda: scoped(
+        scopes.axes((0, -3))
+    ),
+    r"axes must be from -1 to 0 for leaf 'w' of shape \(3,\), got \(1,\)": lambda: scoped(
+        scopes.unit(axis=1, stacked=1)
+    ),
     r"thresholds are given for the groups \['a'\].* \['tree'\]": lambda: clip_tree(
         ONE, {"a": 1.0}, scope=TREE
     ),
-    r"clip_by: .*\['b'\].*given to init did not": lambda: clip_by(LEAF, 1.0).update(ONE, STATE(W)),
-    r"clip_by: .*\['b'\] that the params given to init did not": lambda: clip_by(LEAF, 1.0).update(
-        ONE, STATE({})
+    r"clip_by: .* passed to init, got the new groups \['b'\]": lambda: clip_by(LEAF, 1.0).update(
+        ONE, STATE(W)
     ),
-    "sparse leaf 'w' cannot be divided": lambda: scoped(scopes.unit(), {"w": SPARSE}),
-    "the sparse leaf 'w' cannot be divided": lambda: scoped(scopes.axes(0), {"w": SPARSE}),
-    "^the sparse leaf 'w' cannot be divided": lambda: scoped(scopes.leaf(stacked=1), {"w": SPARSE}),
+    r"clip_by: .* got the new groups \['b'\]; "
+    "initialize the state with all params": lambda: clip_by(LEAF, 1.0).update(ONE, STATE({})),
+    r"^the sparse leaf 'w' must have a single group, got .* \(0,\)": lambda: scoped(
+        scopes.unit(), {"w": SPARSE}
+    ),
+    "^axes must be all 2 axes of the sparse leaf 'w', got 0": lambda: scoped(
+        scopes.axes(0), {"w": SPARSE}
+    ),
+    "^the sparse leaf 'w' must have a single group": lambda: scoped(
+        scopes.leaf(stacked=1), {"w": SPARSE}
+    ),
     r"given for the groups \['a', 'b'\], but the groups are": lambda: scoped(
         scopes.group({"w": "a"}), threshold={"a": 1.0, "b": thresholds.zscore()}
     ),
     "threshold .*relative to the parameters": lambda: clip_by(LEAF, {"b": RELATIVE}).update(
         ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)
     ),
-    "'grad_norm' names an extra argument that the update was not given; pass": told,
-    "was not given; pass it": lambda: told(grad_norm=None),
+    "the update must get the extra argument 'grad_norm', .* got None; pass": told,
+    "got None; pass it": lambda: told(grad_norm=None),
     "^grad_norm must be a scalar": lambda: told(grad_norm=jnp.ones(2)),
-    "'grad_norm' names an extra argument that the update": lambda: told(skip_above),
-    "was not given; pass it: update": lambda: told(skip_above, grad_norm=None),
+    "the update must get the extra argument 'grad_norm'": lambda: told(skip_above),
+    "got None; pass it by update": lambda: told(skip_above, grad_norm=None),
     "^grad_norm must be a scalar, ": lambda: told(skip_above, grad_norm=jnp.ones(2)),
     r"b1 must be at least 0 and below 1, got 1.0": lambda: stable(b1=1.0),
     r"b1 must be below 1 in float32 .* 0.99999994$": lambda: stable(b1=1 - 1e-9),

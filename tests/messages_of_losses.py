@@ -59,17 +59,17 @@ TYPE_ERRORS = {
     "argnums must be an int or several, got 'w'": lambda: made(argnums="w"),
     "loss_fn must be a function, got 3": lambda: made(3),
     "weight must be a function, got 2.0": lambda: made(weight=2.0),
-    "reject_rule must be what zscore returns": lambda: made(reject_rule=thresholds.zscore),
+    "reject_rule must be the result of zscore": lambda: made(reject_rule=thresholds.zscore),
     "reject_rule must be one rule": lambda: made(reject_rule={"w": 1.0}),
     "reject_rule must be .* function zclip": lambda: made(reject_rule=optaxclip.zclip),
     "clip must be a number": lambda: made(clip="norm"),
     "clip must be a transformation, or one threshold": lambda: made(clip={"w": 1.0}),
-    r"clip must be what .* as in optaxclip\.zclip": lambda: made(clip=optaxclip.zclip),
+    r"clip must be the result of .* as in optaxclip\.zclip": lambda: made(clip=optaxclip.zclip),
     r"clip .* call it, as in optaxclip\.clip_by\(\)": lambda: made(clip=optaxclip.clip_by),
-    "clip must be what ema returns": lambda: made(clip=thresholds.ema),
+    "clip must be the result of ema": lambda: made(clip=thresholds.ema),
     "compute_norms must be True or False": lambda: made(compute_norms=0),
     "axis_name must be a name": lambda: made(axis_name=3),
-    r"value_and_grad\(\) needs \['loss_fn', 'microbatch_size'\]": accumulate.value_and_grad,
+    r"value_and_grad\(\) requires \['loss_fn', 'microbatch_size'\]": accumulate.value_and_grad,
     "a real number, got None": lambda: called(W, X, weight=lambda x: None),
     "a real float, got shape": lambda: called(W, X, loss_fn=lambda w, x: 3),
     "loss_fn must return a real loss, got 'no'": lambda: called(W, X, loss_fn=lambda w, x: "no"),
@@ -95,7 +95,7 @@ TYPE_ERRORS = {
     "^threshold must be a number, a scalar array or a schedule, got '1'": lambda: AGGREGATE(
         "1", 0.0
     ),
-    r"threshold must be what quantile_threshold returns.* per_example\.quantile_threshold\(\)": (
+    r"threshold must be the result of quantile_threshold, .* per_example\.quantile_threshold\(\)": (
         lambda: AGGREGATE(per_example.quantile_threshold, 0.0)
     ),
     "must be from optaxclip.scopes.* got 'leaf'": lambda: clip_sum(1.0, scope="leaf"),

@@ -9,7 +9,7 @@ import pytest
 from public_names import public
 
 import optaxclip
-from optaxclip._engine.options import clip_factory
+from optaxclip._engine.options import document_options
 
 NAMESPACES = ["accumulate", "ops", "thresholds", "responses", "monitor", "per_example", "tuning"]
 
@@ -81,7 +81,7 @@ def test_options_are_shown_one_by_one_also_where_docstrings_have_lost_their_inde
     clip.__doc__ = (
         "Clips.\n\nArgs:\n  threshold: a number.\n  **options: all.\n\nReturns:\n  A tree."
     )
-    before, after = clip_factory(optaxclip.ShardingOptions)(clip).__doc__.split("\n\nReturns:")
+    before, after = document_options(optaxclip.ShardingOptions)(clip).__doc__.split("\n\nReturns:")
     assert re.findall(r"^  (\S+): ", before, re.MULTILINE) == [
         "threshold",
         "axis_name",

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
-from optaxclip._base.derivatives import custom_jvp
-from optaxclip._base.numerics import cast_elements
+from optaxclip._base.numerics import cast_elements, custom_jvp
 from optaxclip.norms import Norm, l2
 
 

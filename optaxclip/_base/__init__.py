@@ -1,1 +1,1 @@
-"""What all other packages use: types, number formats, trees, groupings."""
+"""Foundations of all other packages: types, numerics, trees, states and checks."""

@@ -10,4 +10,4 @@ else:
     from typing_extensions import TypeAliasType
 
 ArrayLike = TypeAliasType("ArrayLike", numpy.typing.ArrayLike)
-"""What NumPy takes for an array; a type of its own, because `help` shows its name alone."""
+"""Values that NumPy accepts as arrays; an alias type, because `help` then shows only its name."""

@@ -1,4 +1,4 @@
-"""Optional packages: how to install them, and what to do as soon as one is imported."""
+"""Optional packages: commands to install them, and callbacks when they are imported."""
 
 import importlib.abc
 import importlib.machinery
@@ -10,14 +10,13 @@ from types import ModuleType
 from typing import Any
 
 REPO_ROOT = Path(__file__).parents[2]
-"""The folder with the package: a checkout, or the folder where packages are installed."""
+"""The folder that contains the package: a checkout, or the folder with installed packages."""
 
 
 def install_command(extra: str) -> str:
-    """The command that installs what an extra asks for.
+    """Returns the command that installs the packages of an extra.
 
-    A checkout is named by its path, because it may not be installed, and the package index may not
-    have it.
+    A checkout is denoted by its path, because it may not be installed or published.
     """
     project = REPO_ROOT / "pyproject.toml"
     name = "optaxclip"
@@ -27,7 +26,7 @@ def install_command(extra: str) -> str:
 
 
 def call_on_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Calls `act` with a module: at once if it is imported, otherwise when it gets imported."""
+    """Calls `act` with a module, immediately if it is imported, and on import otherwise."""
     module = sys.modules.get(name)
     if module is not None:
         act(module)
@@ -36,7 +35,7 @@ def call_on_import(name: str, act: Callable[[ModuleType], None]) -> None:
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """A finder that lets others find the module, and adds a call to its loading; it acts once."""
+    """Finds a module with the other finders, and calls a function once after loading it."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]):
         self.name, self.act = name, act
@@ -52,7 +51,7 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         loader: Any = None if spec is None else spec.loader
 
         def load_and_act(module: ModuleType) -> None:
-            del loader.exec_module  # restores the method of the class
+            del loader.exec_module  # Restores the method of the class.
             loader.exec_module(module)
             self.act(module)
 

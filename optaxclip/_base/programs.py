@@ -1,4 +1,4 @@
-"""Parts of traced programs, which can be run one after another."""
+"""Jaxprs: splits traced programs into pieces that can be run one after another."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -10,37 +10,37 @@ from jax.core import eval_jaxpr
 
 
 class Piece(NamedTuple):
-    """Consecutive equations of a program as a program, and the variables that enter and leave."""
+    """Consecutive equations of a program as a program, with its input and output variables."""
 
     inputs: list[Any]
     outputs: list[Any]
     program: jex.Jaxpr
 
     def run(self, known: dict[Any, Any]) -> list[Any]:
-        """The values of the outputs, from those of the inputs."""
+        """Returns the values of the outputs, given the values of the inputs."""
         return eval_jaxpr(self.program, (), *(known[v] for v in self.inputs))
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand is a constant inside of the program."""
+    """Returns `True` if an operand is a constant inside the program."""
     return isinstance(atom, jex.Literal)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The operands that are no constants."""
+    """Returns the operands that are not constants."""
     return [atom for atom in atoms if not is_literal(atom)]
 
 
 def last_uses(program: jex.Jaxpr) -> dict[Any, int]:
-    """For each variable, the number of the last equation that uses it."""
-    found = {v: i for i, eqn in enumerate(program.eqns) for v in variables(eqn.invars)}
-    return found | dict.fromkeys(variables(program.outvars), len(program.eqns))
+    """Returns the number of the last equation that uses a variable, for all variables."""
+    uses = {v: i for i, eqn in enumerate(program.eqns) for v in variables(eqn.invars)}
+    return uses | dict.fromkeys(variables(program.outvars), len(program.eqns))
 
 
 def extract_piece(eqns: Sequence[Any], last: int, used_until: dict[Any, int]) -> Piece:
-    """The piece of these equations, of which `last` is the last number.
+    """Makes a piece of equations whose last number is `last`.
 
-    Its outputs are the variables that later equations use, as `last_uses` shows.
+    The outputs are the variables that later equations use, according to `last_uses`.
     """
     defined = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
     used = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
@@ -50,13 +50,13 @@ def extract_piece(eqns: Sequence[Any], last: int, used_until: dict[Any, int]) ->
 
 
 def make_program(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> jex.Jaxpr:
-    """A program with some of the equations of another program."""
+    """Makes a program with some of the equations of another program."""
     effects: Any = frozenset().union(*(eqn.effects for eqn in eqns))
     lists = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
-    return _empty().replace(**lists, effects=effects)
+    return _empty_program().replace(**lists, effects=effects)
 
 
 @functools.cache
-def _empty() -> jex.Jaxpr:
-    """A traced program without equations; to construct one takes debug info (JAX 0.10.2)."""
+def _empty_program() -> jex.Jaxpr:
+    # Traced, because the constructor requires debug info (as of JAX 0.10.2).
     return jax.make_jaxpr(lambda: ())().jaxpr

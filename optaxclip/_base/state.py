@@ -1,10 +1,10 @@
-"""The parts of states: names, counters, the registration of classes, and checks of states."""
+"""Parts of states: names, counters, registration of classes, and checks."""
 
 import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from optaxclip._base.validation import short_repr
 _Shapes = tuple[tuple[int, ...], ...]
 
 RESTORE_NAMES_HINT = (
-    "restore the names: state = jax.tree.map(lambda _, x: x, tx.init(params), state)"
+    "restore the names by state = jax.tree.map(lambda _, x: x, tx.init(params), state)"
 )
-"""For messages: how to give a state its lost names back; `tx` is the whole optimizer."""
+"""The end of messages about a state without names; `tx` is the whole optimizer."""
 
 _STATIC = {"static": True}
 
@@ -26,21 +26,21 @@ _STATIC = {"static": True}
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class StaticNames:
-    """Names in order, used like a tuple, and for JAX a node without children.
+    """Names in order, used like a tuple, which JAX treats as a node without children.
 
-    It is not a tuple: trainers that walk through a state by themselves would go into a tuple, and
-    take the names for leaves. They know dataclasses, and leave out static fields.
+    This class is not a tuple, because trainers that traverse states with their own code would
+    traverse a tuple and use the names as leaves. They support dataclasses and ignore static fields.
 
-    An empty `StaticNames` is equal to every other, because `optax.tree_map_params` calls `init` with a
-    tree that has no leaves, and so no names, and compares the structure of this state with that of
-    a real state. The state that it returns has lost its names, and gets them back at the next step.
-    They stay lost in what hands on the old structure: in `optax.MultiSteps`, and in a function that
-    was compiled for a state without names, because `jit` takes both structures for one.
+    An empty `StaticNames` is equal to any other instance. `optax.tree_map_params` calls `init` with
+    a tree without leaves, and therefore without names, and compares the structure of this state
+    with a real state. The state that it returns has lost its names. They are restored at the next
+    step, except where the old structure is kept: in `optax.MultiSteps`, and in a function that was
+    compiled for a state without names, because `jit` treats both structures as equal.
 
     Attributes:
-      entries: the names.
-      shapes: for each name, the shape of its groups; empty if each name has one group.
-      are_labels: whether the names are labels that a user gave.
+      names: The names.
+      shapes: The shapes of the groups by name, or empty if all names denote a single group.
+      is_user_label: If True, the names are labels from the user.
     """
 
     names: tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
@@ -53,40 +53,45 @@ class StaticNames:
     def __len__(self) -> int:
         return len(self.names)
 
-    @overload
-    def __getitem__(self, where: int) -> str: ...
-    @overload
-    def __getitem__(self, where: slice) -> tuple[str, ...]: ...
-    def __getitem__(self, where: int | slice) -> str | tuple[str, ...]:
+    def __getitem__(self, where: int | slice) -> Any:
         return self.names[where]
 
     def index(self, name: str) -> int:
-        """The place of a name."""
+        """Returns the position of a name."""
         return self.names.index(name)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, tuple):
             return self.names == other
         if other is None:
-            return True  # a copy that a trainer's own walk through a state has made
+            return True  # Trainers that traverse states with their own code may insert None.
         if not isinstance(other, StaticNames):
             return NotImplemented
-        # Shapes do not count, because one program of `jax.export` may serve all of them.
-        are_same = self.names == other.names and self.is_user_label == other.is_user_label
-        return are_same or not self or not other
+        # Shapes are ignored, because a program of `jax.export` may support several shapes.
+        is_same = self.names == other.names and self.is_user_label == other.is_user_label
+        return is_same or not self or not other
 
     def __hash__(self) -> int:
+        # An empty instance is equal to all others, so all hashes must be equal.
         return hash(StaticNames)
 
     def __repr__(self) -> str:
         return repr(self.names)
 
 
+# Flax's serialization does not store `StaticNames`, so a restored state keeps its own names.
+call_on_import(
+    "flax.serialization",
+    lambda flax: flax.register_serialization_state(
+        StaticNames, lambda _: {}, lambda names, _: names
+    ),
+)
+
 Kind = TypeVar("Kind", bound=type)
 
 
 def register_state(cls: Kind) -> Kind:
-    """Registers a named tuple that is a state, or part of one.
+    """Registers a named tuple that is a state, or part of a state.
 
     Its fields of type `StaticNames` belong to the structure and are not nodes, because Levanter's
     checkpointer cannot restore nodes without leaves. `jax.export` serializes the class under its
@@ -96,6 +101,7 @@ def register_state(cls: Kind) -> Kind:
     fields: tuple[str, ...] = cls._fields
     static = [field for field in fields if cls.__annotations__[field] is StaticNames]
     if not static:
+        # JAX already treats named tuples as pytree nodes, so only the serialization is missing.
         return jax.export.register_namedtuple_serialization(cls, serialized_name=name)
     arrays = [field for field in fields if field not in static]
     jax.tree_util.register_dataclass(cls, data_fields=arrays, meta_fields=static)
@@ -106,91 +112,79 @@ def register_state(cls: Kind) -> Kind:
     return jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=name,
-        serialize_auxdata=_serialize,
-        deserialize_auxdata=_deserialize,
+        # Shapes are not stored, because they may be symbolic and are ignored in comparisons.
+        serialize_auxdata=lambda aux_data: json.dumps(
+            [(names.names, names.is_user_label) for names in aux_data]
+        ).encode(),
+        deserialize_auxdata=lambda stored: tuple(
+            StaticNames(tuple(names), (), is_label) for names, is_label in json.loads(stored)
+        ),
         from_children=unflatten,
     )
 
 
-def _serialize(names: Sequence[StaticNames]) -> bytes:
-    # Only the names: sizes may be symbolic, and do not count when structures are compared.
-    return json.dumps([(each.names, each.is_user_label) for each in names]).encode()
-
-
-def _deserialize(stored: bytes) -> tuple[StaticNames, ...]:
-    return tuple(StaticNames(tuple(names), (), labels) for names, labels in json.loads(stored))
-
-
 @functools.partial(jax.jit, static_argnames="period", inline=True)
 def safe_increment(count: Array, where: Array | bool = True, *, period: int = 1) -> Array:
-    """Counters plus 1 where `where` is True; they never exceed the largest value of the dtype.
+    """Increments counters, without exceeding the largest value of the dtype.
 
     Args:
-      count: signed integers of at least 0.
-      where: bool, which counters to increase.
-      period: a counter at the dtype's largest value falls by `period - 1` instead of growing. With
-        1 it stays at that value, as Optax's counters do. If `period` is the length of a ring
-        buffer, the place in the buffer, `count % period`, moves on by one as at any other step.
+      count: Signed integers of at least 0.
+      where: The counters to increment, as bools.
+      period: A counter at the largest value of the dtype decreases by `period - 1`. With a period
+        of 1 it is unchanged, as in Optax. If `period` is the length of a ring buffer, the position
+        in the buffer, `count % period`, advances by 1 as in other steps.
     """
     if not jnp.issubdtype(count.dtype, jnp.integer):
         raise TypeError(
-            f"a counter of the state has the dtype {count.dtype}, in which it would stand still; "
-            "cast only the floating-point leaves of a state"
+            f"counters of the state must be integers, got the dtype {count.dtype}, in which a "
+            "counter may stop increasing; cast only the floating-point leaves of a state"
         )
+    # Without this, the count would wrap around to the most negative number.
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)
-    # Not `jnp.where`: JAX 0.10.2 cannot `vmap` a select in a `jit` over an explicit mesh.
+    # A product, because JAX cannot `vmap` a select in a `jit` on an explicit mesh (as of 0.10.2).
     return count + step.astype(count.dtype) * jnp.asarray(where, count.dtype)
 
 
 def copy_arrays(state: Any) -> Any:
-    """A copy of the state that can be donated, because no other pytree holds its arrays."""
+    """Copies the arrays of a state, which can then be donated."""
     return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, Array) else x, state)
 
 
 REINIT_HINT = (
-    "If it is from a checkpoint of another transformation, begin with a fresh state for this stage "
-    "and keep the states of the other stages: where this stage is the first of a chain, "
-    "opt_state = (tx.init(params)[0], *old_opt_state[1:])"
+    "if the state is from a checkpoint of another transformation, start with a new state for this "
+    "stage and keep the states of the other stages, for example by "
+    "opt_state = (tx.init(params)[0], *old_opt_state[1:]) for the first stage of a chain"
 )
 
 
 def check_state(
     state: Any, cls: type, name: str, remedy: str = REINIT_HINT, updates: Any = None
 ) -> None:
-    """Checks that the state passed to a transformation is of the type that it makes.
+    """Checks that a state is of the type that the transformation returns.
 
-    The updates that the user passed may be the state by mistake. `remedy` ends the message.
+    If it is not, the updates may be the state by mistake. `remedy` ends the message.
     """
     if state is None:
         raise ValueError(
-            f"{name}: got the state None, and with a fresh state at each step it would never learn "
-            "of earlier steps, on which its results depend. Begin with state = tx.init(params), "
-            "keep the state that each update returns, and pass it to the next: "
+            f"{name}: state must be the state of the previous step, got None, and the results "
+            "depend on earlier steps; start with state = tx.init(params), and pass the state that "
+            "an update returns to the next update: "
             "updates, state = tx.update(grads, state, params)"
         )
     if not isinstance(state, cls):
         check_updates_not_state(updates, cls, name)
         raise ValueError(
             f"{name}: the state must be of type {cls.__name__}, got {short_repr(state)} of type "
-            f"{type(state).__name__}. {remedy}"
+            f"{type(state).__name__}; {remedy}"
         )
 
 
 def check_updates_not_state(updates: Any, cls: type, name: str) -> None:
-    """Refuses updates that are a state, alone or in a chain, because the arguments were swapped."""
+    """Checks that the updates do not contain a state, as if arguments were swapped."""
     nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, cls))
     if any(isinstance(node, cls) for node in nodes):
         raise ValueError(
-            f"{name}: the updates are a {cls.__name__}, so the arguments are in another order: "
-            "call update(grads, state, params)"
+            f"{name}: updates must be gradients, got a {cls.__name__}; call "
+            "update(grads, state, params) with the arguments in this order"
         )
-
-
-# Flax's serialization does not store `StaticNames`, so a restored state keeps its own names.
-call_on_import(
-    "flax.serialization",
-    lambda flax: flax.register_serialization_state(
-        StaticNames, lambda _: {}, lambda names, _: names
-    ),
-)

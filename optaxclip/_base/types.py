@@ -17,7 +17,7 @@ else:
     from typing_extensions import TypeAliasType
 
 ArrayLike = TypeAliasType("ArrayLike", jax.typing.ArrayLike)
-"""What JAX takes for an array; a type of its own, because `help` shows its name alone."""
+"""Values that JAX accepts as arrays; an alias type, because `help` then shows only its name."""
 
 PyTree: TypeAlias = Any
 """Any pytree of arrays."""
@@ -25,12 +25,12 @@ PyTree: TypeAlias = Any
 NormTree: TypeAlias = Any
 """The norms of all groups, float32 or wider.
 
-One scalar for the whole tree; `[groups]`, in the order of their names, for labels and leaves; a
-dict from leaf name to array for the scopes `axes` and `unit`.
+A scalar for the whole tree. An array `[groups]` in the order of their names for labels and leaves.
+A dict from leaf names to arrays for the scopes `axes` and `unit`.
 """
 
 Path: TypeAlias = tuple[Any, ...]
-"""A leaf's key path, as `jax.tree_util.tree_flatten_with_path` gives it."""
+"""The key path of a leaf, as returned by `jax.tree_util.tree_flatten_with_path`."""
 
 AxisName: TypeAlias = str | Sequence[str] | None
 """The name of a mapped axis, or several names."""
@@ -39,7 +39,7 @@ NonFinite: TypeAlias = Literal["nan", "zero", "mask", "error"]
 
 
 class Thresholds(NamedTuple):
-    """Two norms for each group: if its norm is above `trigger`, it is clipped to `target`."""
+    """Two norms per group: a group with a norm above `trigger` is clipped to `target`."""
 
     trigger: NormTree
     target: NormTree
@@ -48,20 +48,20 @@ class Thresholds(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ThresholdRule:
-    """A threshold rule: an `(init, update)` pair, like Optax's own.
+    """A threshold rule: an `(init, update)` pair, as in Optax.
 
-    A rule gets the norms of all groups in one array, `[]` for the scope `tree` and `[groups]` for
-    other scopes. A group without leaves at this step has the norm NaN. The rule returns thresholds of
-    the same shape.
+    A rule receives the norms of all groups in an array, `[]` for the scope `tree` and `[groups]`
+    for other scopes. Groups without leaves in the current step have the norm NaN. The rule returns
+    thresholds of the same shape.
 
-    `init` and `update` are `jax.tree_util.Partial`s (plain functions are wrapped), so a rule is a
-    pytree and its numbers are traced: another threshold does not compile anything again.
+    `init` and `update` are `jax.tree_util.Partial`s (plain functions are wrapped). A rule is
+    therefore a pytree whose numbers are traced, and a new threshold does not recompile anything.
 
     Attributes:
-      init: `init(norms) -> state`; `norms` are zeros of the shape and dtype that norms have. The
-        state's structure must be the same for every shape of norms.
+      init: `init(norms) -> state`, where `norms` are zeros with the shape and dtype of the norms.
+        The structure of the state must not depend on this shape.
       update: `update(norms, state, param_norms) -> (Thresholds, state)`.
-      uses_params: whether `update` needs the norms of the parameters; they are None otherwise.
+      uses_params: If True, `update` needs the norms of the parameters, which are None otherwise.
     """
 
     init: Callable[[Array], PyTree]
@@ -69,7 +69,7 @@ class ThresholdRule:
     uses_params: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def as_pytree(self) -> "ThresholdRule":
-        """The rule with plain functions wrapped, so that it can be an argument under `jit`."""
+        """Wraps plain functions, to use the rule as an argument under `jit`."""
         init, update = (
             fn if isinstance(fn, Partial) else Partial(fn) for fn in (self.init, self.update)
         )
@@ -78,22 +78,22 @@ class ThresholdRule:
 
 @register_state
 class ClipInfo(NamedTuple):
-    """What a clip did at the last step.
+    """The results of clipping at the last step.
 
-    Every array is `[]` for the scope `tree`, and `[entries]` for other scopes, with one entry for
-    each group. Scopes with very many groups (`axes`, `unit`) have one entry for each leaf: its
-    norm, threshold and factor are those of the leaf's group with the largest ratio of norm to threshold.
-    For a tree with float64 leaves, `clip_tree` returns float64 instead of float32.
+    All arrays are `[]` for the scope `tree`, and `[names]` for other scopes, with one element per
+    group. Scopes with very many groups (`axes`, `unit`) have one element per leaf. It contains the
+    norm, threshold and factor of the group with the largest ratio of norm to threshold. For trees
+    with float64 leaves, `clip_tree` returns float64 instead of float32.
 
     Attributes:
-      name: the transformation's name, as a tuple of one.
-      names: the entries' names in order. Like `name`, they are part of the structure, not arrays.
+      name: The name of the transformation, as a tuple of length one.
+      names: The names of the elements in order. Like `name`, they are part of the structure.
       norm: float32, the norm before clipping.
       threshold: float32, the norm above which the group is clipped.
-      factor: float32, what the group was multiplied by.
-      fraction: float32, the share of the entry's groups above their threshold at this step.
-      num_clipped: int32, steps so far at which a group of this entry was above its threshold.
-      num_nonfinite: int32, steps so far at which a group of this entry was not finite.
+      factor: float32, the factor by which the group was multiplied.
+      fraction: float32, the fraction of groups above their threshold at this step.
+      num_clipped: int32, the number of steps with a group above its threshold.
+      num_nonfinite: int32, the number of steps with a non-finite group.
     """
 
     name: StaticNames
@@ -108,12 +108,12 @@ class ClipInfo(NamedTuple):
 
 @register_state
 class ClipState(NamedTuple):
-    """State of a clipping transformation.
+    """The state of a clipping transformation.
 
     Attributes:
-      steps: int32[], steps so far.
-      rule: the threshold rule's own state.
-      info: what the last step did.
+      steps: int32[], the number of steps.
+      rule: The state of the threshold rule.
+      info: The results of the last step.
     """
 
     NEEDS_OPTIMIZER = True

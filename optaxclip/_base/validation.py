@@ -1,6 +1,5 @@
-"""Checks the arguments of public functions, and explains those that they do not take."""
+"""Checks arguments of public functions, and explains wrong calls."""
 
-import contextlib
 import difflib
 import functools
 import inspect
@@ -8,7 +7,8 @@ import operator
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -16,13 +16,165 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optaxclip._base.numerics import is_real
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def validate_call(
+    *,
+    transformation: bool = False,
+    one_shot_call: str = "",
+    too_many_hint: str = "",
+    replacements: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[Function], Function]:
+    """Decorates a function to explain calls that do not fit its signature.
+
+    Args:
+      transformation: If True, the function makes a transformation. If a call with gradients fails,
+        the message explains how to pass gradients to a transformation.
+      one_shot_call: The call that clips gradients once, for that message.
+      too_many_hint: The end of the message about too many positional arguments.
+      replacements: For keywords of other libraries, the replacement to pass.
+    """
+
+    def decorate(fn: Function) -> Function:
+        signature = inspect.signature(fn)  # Includes the options from `document_options`.
+
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError:
+                error = TypeError(
+                    _explain_call(fn, signature, args, kwargs, too_many_hint, replacements)
+                )
+            else:
+                try:
+                    return fn(*args, **kwargs)
+                except (TypeError, ValueError) as raised:
+                    error = raised
+            if not transformation or not any(map(has_float_arrays, args)):
+                raise error
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            once = f"{one_shot_call}, or " * bool(one_shot_call)
+            raise kind(
+                f"{error}. {fn.__name__} makes a transformation. To clip gradients, use "
+                f"{once}tx = {fn.__name__}(...) with tx.update(grads, state, params)"
+            ) from None
+
+        decorated: Any = call
+        return decorated
+
+    return decorate
+
+
+def _explain_call(
+    fn: Callable[..., Any],
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    too_many_hint: str,
+    replacements: Mapping[str, str],
+) -> str:
+    """Returns the message about a call that does not fit a signature."""
+    name = fn.__name__
+    named = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+    accepted = [p.name for p in named]
+    positional = [p.name for p in named if p.kind != p.KEYWORD_ONLY]
+    keyword_only = accepted[len(positional) :]
+    # A number is probably a threshold, which methods with adaptive thresholds do not accept.
+    if args and not positional:
+        hint = f"pass by name {keyword_only}"
+        value = args[0]
+        if is_real(value) and "name" in accepted and "threshold" not in accepted:
+            hint = f"use clip_by_global_norm({value!r}) for a constant threshold"
+            hint += f", or max_norm={value!r} for an upper bound" * ("max_norm" in accepted)
+        return f"{name}() accepts only keyword arguments, got {short_repr(value)}; {hint}"
+    for keyword in kwargs:
+        if keyword not in accepted:
+            hint = did_you_mean(keyword, accepted)
+            if keyword in replacements:
+                hint = f"; pass {replacements[keyword]}"
+            elif keyword in ("scope", "response") and "name" in accepted:
+                hint = f"; use clip_by(scope, threshold, response=...) for a custom {keyword}"
+            return f"{name}() got an unexpected keyword argument {keyword!r}" + (
+                f"{hint} (accepted: {accepted})" if hint else f"; use one of {accepted}"
+            )
+    if len(args) > len(positional):
+        return (
+            f"{name}() accepts the positional arguments {positional}, got {len(args)}; pass by "
+            f"name {keyword_only}{too_many_hint}"
+        )
+    # The call has no unexpected arguments, so arguments are missing or passed twice.
+    required = [p.name for p in named if p.default is p.empty]
+    passed = {*positional[: len(args)], *kwargs}
+    missing = [argument for argument in required if argument not in passed]
+    if not missing:
+        twice = [argument for argument in positional[: len(args)] if argument in kwargs]
+        return f"{name}() got multiple values for {twice}; pass one value"
+    hint = f"call {name}({', '.join(required)})"
+    if "inner" in required:
+        inner_call = f"{name}({', '.join(['optax.adam(1e-3)', *required[1:]])})"
+        hint = f"wrap the optimizer instead of adding a stage to the chain, as in {inner_call}"
+    return f"{name}() requires {missing}; {hint}"
+
+
+def has_float_arrays(value: Any) -> bool:
+    """Returns `True` for trees with floating-point arrays, such as gradients."""
+    # Rules and transformations can contain arrays too, but they are not gradients.
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: callable(x) or hasattr(x, "init"))
+    dtypes = [leaf.dtype for leaf in leaves if getattr(leaf, "ndim", 0) and hasattr(leaf, "dtype")]
+    return any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+
+
+_THRESHOLDS = ("max_norm", "threshold", "clipping", "max_delta", "c", "tau")
+"""Arguments of our functions that are thresholds."""
+_FOREIGN_THRESHOLD_NAMES = (
+    *("clip", "clip_norm", "clip_threshold", "clip_value", "clipnorm", "clipvalue", "grad_clip"),
+    *("global_clipnorm", "gradient_clip_val", "l2_norm_clip", "max_grad_norm", "max_value"),
+    "limit",
+)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name, which suggests a similar name."""
+    names = list(names)
+    similar = difflib.get_close_matches(name, names, n=1)
+    if name in _THRESHOLDS or name in _FOREIGN_THRESHOLD_NAMES:
+        # Other libraries use names for thresholds that are not spelled similarly.
+        similar = [x for x in names if x in _THRESHOLDS] or similar
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def short_repr(value: Any) -> str:
+    """Returns the `repr` of a value on a single line, cut to 80 characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def chain_hint(value: Any) -> str:
+    """Returns the end of a message about a transformation that is passed as another argument."""
+    is_transformation = hasattr(value, "init") and hasattr(value, "update")
+    return "; combine transformations by optax.chain(clip, optimizer)" if is_transformation else ""
+
+
+def warn(message: str) -> None:
+    """Warns at the innermost line outside this package, JAX and Optax."""
+    libraries = {"optaxclip", "jax", "optax", "contextlib"}
+    # `skip_file_prefixes` of `warnings.warn` would require Python 3.12.
+    frame, level = sys._getframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in libraries:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
 
 def check_int(value: Any, minimum: int, argument: str) -> int:
-    """`value`, checked to be an int of Python or NumPy that is at least `minimum`."""
+    """Checks that `value` is an int of Python or NumPy that is at least `minimum`."""
     check_static(value, argument)
     try:
         if isinstance(value, (bool, np.bool_)):
-            raise TypeError
+            raise TypeError  # `operator.index` accepts bools.
         number = operator.index(value)
     except TypeError:
         raise TypeError(
@@ -34,11 +186,12 @@ def check_int(value: Any, minimum: int, argument: str) -> int:
 
 
 def check_int_or_scalar(value: Any, argument: str, minimum: int = 1) -> Any:
-    """`value`, checked to be an int or an integer scalar of JAX that is at least `minimum`.
+    """Checks that `value` is an int, or an integer scalar of JAX, that is at least `minimum`.
 
     Traced values are not compared with `minimum`.
     """
     if not isinstance(value, jax.Array):
+        # Larger numbers act as infinity, and they do not fit into the int32 counters of states.
         return min(check_int(value, minimum, argument), 2**31 - 1)
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{argument} must be an integer, got an array of dtype {value.dtype}")
@@ -50,28 +203,28 @@ def check_int_or_scalar(value: Any, argument: str, minimum: int = 1) -> Any:
 
 
 def check_name(value: Any) -> str:
-    """The name of a transformation, checked to be a non-empty string."""
+    """Checks that the name of a transformation is a non-empty string."""
     if not isinstance(value, str) or not value:
         raise TypeError(f"name must be a non-empty string, got {value!r}")
     return value
 
 
 def check_bool(value: Any, argument: str, hint: str = "") -> bool:
-    """`value`, checked to be True or False; `remedy` ends the message."""
+    """Checks that `value` is True or False; `hint` ends the message."""
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {short_repr(value)}{hint}")
     return value
 
 
 def check_choice(value: Any, choices: Collection[Any], argument: str) -> Any:
-    """`value`, checked to be one of the choices."""
+    """Checks that `value` is one of the choices."""
     if value not in choices:
         raise ValueError(f"{argument} must be one of {list(choices)}, got {value!r}")
     return value
 
 
 def normalize_axis_names(axis_name: Any) -> tuple[str, ...] | None:
-    """`axis_name`, checked, as a tuple."""
+    """Checks `axis_name` and converts it to a tuple."""
     if axis_name is None:
         return None
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
@@ -81,215 +234,55 @@ def normalize_axis_names(axis_name: Any) -> tuple[str, ...] | None:
 
 
 def check_static(value: Any, argument: str) -> None:
-    """Refuses a JAX array for an argument whose value decides what program is compiled."""
+    """Checks that an argument on which the compiled program depends is not a JAX array."""
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{argument} must not be a JAX array ({value!r}), because a new program is compiled "
-            f"for each value; with optax.inject_hyperparams pass static_args=({argument!r},)"
+            f"{argument} must not be a JAX array, because a new program is compiled for each "
+            f"value, got {value!r}; with optax.inject_hyperparams pass static_args=({argument!r},)"
         )
 
 
 def is_uncalled_factory(value: Any, package: str) -> bool:
-    """Whether a value is a function of this package that the user forgot to call."""
+    """Returns `True` for functions of this package that must be called first."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", ".")
     return isinstance(module, str) and f"{module}.".startswith(f"{package}.") and "." not in name
 
 
 def check_called(value: Any, package: str, argument: str, namespace: str) -> None:
-    """Refuses a function of a package, such as `optaxclip.transforms`, that the user forgot to call.
+    """Checks that a value is not a function of a package that must be called first.
 
-    Users find it in `namespace`, such as `optaxclip`.
+    `package` is the internal name, such as `optaxclip.transforms`, and `namespace` is the public
+    one, such as `optaxclip`.
     """
     if is_uncalled_factory(value, package):
         name = getattr(value, "__name__", "")
         raise TypeError(
-            f"{argument} must be what {name} returns, not {name} itself: call it, as in "
+            f"{argument} must be the result of {name}, got {name} itself; call it, as in "
             f"{namespace}.{name}()"
         )
 
 
-_THRESHOLDS = ("max_norm", "threshold", "clipping", "max_delta", "threshold", "c", "tau")
-"""What our own functions call a threshold, and what others do."""
-_FOREIGN_THRESHOLD_NAMES = (
-    *("clip", "clip_norm", "clip_threshold", "clip_value", "clipnorm", "clipvalue", "grad_clip"),
-    *("global_clipnorm", "gradient_clip_val", "l2_norm_clip", "max_grad_norm", "max_value"),
-)
-
-
-def did_you_mean(args: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the one that is meant, if it can be told."""
-    names = list(names)
-    thresholds = [name for name in names if name in _THRESHOLDS]
-    is_threshold = args in _THRESHOLDS or args in _FOREIGN_THRESHOLD_NAMES
-    near = (
-        thresholds if thresholds and is_threshold else difflib.get_close_matches(args, names, n=1)
-    )
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def accepts_args(fn: Callable[..., Any], *args: Any) -> bool:
-    """Whether a function can be called with these arguments; False if it does not tell."""
+    """Returns `True` if a function has a signature that accepts these arguments."""
     try:
         inspect.signature(fn).bind(*args)
     except (TypeError, ValueError):
-        return False
+        return False  # Some builtins have no signature.
     return True
 
 
-def chain_hint(value: Any) -> str:
-    """The end of a message about a transformation in the place of something else."""
-    is_transformation = hasattr(value, "init") and hasattr(value, "update")
-    hint = "; of several transformations make one, optax.chain(clip, optimizer)"
-    return hint if is_transformation else ""
-
-
-def warn(message: str) -> None:
-    """Warns at the user's line: the innermost one outside of this package, JAX and Optax."""
-    not_users = {"optaxclip", "jax", "optax", "contextlib"}
-    frame, level = sys._getframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in not_users:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
-
-
-def short_repr(value: Any) -> str:
-    """The `repr` of a value for a message: on one line, cut to 80 characters."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def validate_call(
-    too_many_hint: str = "", /, **replacements: str
-) -> Callable[[Function], Function]:
-    """A decorator that refuses keywords that a function lacks, and names the most similar keyword.
-
-    `too_many` ends the message about too many arguments. `instead` says, for keywords of other
-    libraries, what to pass in their place.
-    """
-
-    def decorate(fn: Function) -> Function:
-        parameters = inspect.signature(fn).parameters
-
-        @functools.wraps(fn)
-        def checked(*args: Any, **keywords: Any) -> Any:
-            check_keywords(fn.__name__, keywords, [*parameters], replacements)
-            check_signature(fn.__name__, parameters.values(), args, keywords, too_many_hint)
-            return fn(*args, **keywords)
-
-        wrapped: Any = checked
-        return wrapped
-
-    return decorate
-
-
-def transformation_factory(
-    one_shot_call: str = "", too_many_hint: str = ""
-) -> Callable[[Function], Function]:
-    """`asks` for a function that makes a transformation; `once` is as in `explain_gradient_arguments`."""
-
-    def decorate(fn: Function) -> Function:
-        asked = validate_call(too_many_hint)(fn)
-
-        @functools.wraps(fn)
-        def checked(*args: Any, **keywords: Any) -> Any:
-            with explain_gradient_arguments(fn.__name__, args, one_shot_call):
-                return asked(*args, **keywords)
-
-        of_same_type: Any = checked
-        return of_same_type
-
-    return decorate
-
-
-def check_keywords(
-    name: str, keywords: Iterable[str], allowed: Collection[str], instead: Mapping[str, str]
-) -> None:
-    """Refuses keywords that a function does not take."""
-    for keyword in keywords:
-        if keyword not in allowed:
-            hint = instead.get(keyword)
-            hint = f": {hint}." if hint else did_you_mean(keyword, allowed) or "."
-            raise TypeError(
-                f"{name}() got an unexpected keyword argument {keyword!r}{hint} It takes "
-                f"{[*allowed]}"
-            )
-
-
-def check_signature(
-    name: str,
-    parameters: Iterable[inspect.Parameter],
-    args: Sequence[Any],
-    keywords: Mapping[str, Any],
-    too_many_hint: str = "",
-) -> None:
-    """Refuses too many arguments, and calls without an argument that has no default.
-
-    The message about too many ends with `too_many`.
-    """
-    named = [p for p in parameters if p.kind != p.VAR_KEYWORD]
-    positional = [p.name for p in named if p.kind != p.KEYWORD_ONLY]
-    if len(args) > len(positional):
-        raise TypeError(
-            f"{name}() takes the positional arguments {positional}, got {len(args)}; pass by name "
-            f"{[p.name for p in named if p.name not in positional]}{too_many_hint}"
-        )
-    given = {*positional[: len(args)], *keywords}
-    required = [p.name for p in named if p.default is p.empty]
-    missing = [argument for argument in required if argument not in given]
-    if missing:
-        around = (
-            ". inner is the optimizer, around which it stands: it is no stage of a chain, but "
-            f"{name}({', '.join(['optax.adam(1e-3)', *required[1:]])})"
-        )
-        raise TypeError(
-            f"{name}() needs {missing}: call {name}({', '.join(required)})"
-            f"{around * ('inner' in required)}"
-        )
-
-
-@contextlib.contextmanager
-def explain_gradient_arguments(
-    name: str, args: Iterable[Any], one_shot_call: str = ""
-) -> Iterator[None]:
-    """Explains the error of a function that makes transformations but was given gradients.
-
-    `given` are the arguments without a keyword; `once` is the call that clips gradients once, if
-    there is one.
-    """
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if not any(map(has_float_arrays, args)):
-            raise
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(
-            f"{error}. {name} makes a transformation: for gradients, {f'{one_shot_call}, or ' * bool(one_shot_call)}"
-            f"in a training step tx = {name}(...) and tx.update(grads, state, params)"
-        ) from None
-
-
-def has_float_arrays(value: Any) -> bool:
-    """Whether a value is a tree with arrays of floats, as gradients are."""
-    leaves = jax.tree.leaves(value, is_leaf=lambda x: callable(x) or hasattr(x, "init"))
-    dtypes = [leaf.dtype for leaf in leaves if getattr(leaf, "ndim", 0) and hasattr(leaf, "dtype")]
-    return any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
-
-
 ORDER = ("Args", "Returns", "Raises", "Example")
-_BEGIN = re.compile(rf"\n\n(?=(?:{'|'.join(ORDER)}):\n)")
+_SECTION_BREAK = re.compile(rf"\n\n(?=(?:{'|'.join(ORDER)}):\n)")
 
 
 def parse_sections(text: str | None) -> tuple[str, dict[str, str]]:
-    """What stands in front of a docstring's sections, and these by their titles."""
-    front, *found = _BEGIN.split(inspect.cleandoc(text or ""))
-    return front, {section.partition(":")[0]: section for section in found}
+    """Splits a docstring into its description and its sections by title."""
+    description, *sections = _SECTION_BREAK.split(inspect.cleandoc(text or ""))
+    return description, {section.partition(":")[0]: section for section in sections}
 
 
 def add_default_sections(text: str | None, sections: Mapping[str, str]) -> str:
-    """A docstring with those of the sections that it lacks."""
-    front, own = parse_sections(text)
+    """Adds the sections that a docstring lacks."""
+    description, own = parse_sections(text)
     found = {**sections, **own}
-    return "\n\n".join([front, *(found[title] for title in ORDER if title in found)])
+    return "\n\n".join([description, *(found[title] for title in ORDER if title in found)])

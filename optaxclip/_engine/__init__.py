@@ -1,1 +1,1 @@
-"""The engine: measure, threshold, respond, scale, record."""
+"""The engine: measures norms, and computes thresholds, multipliers and records."""

@@ -1,30 +1,36 @@
-"""The engine: every clip is a scope, a norm, a threshold rule, a response and a non-finite policy.
+"""Clipping by norms: a scope, a norm, a threshold rule, a response and a non-finite policy.
 
-Three published methods, written with these parts:
+`clip_by` and `clip_tree` are the API. `run_clip` checks a step, and `_clip_step` runs its stages on
+arrays: measure, threshold, respond, scale, record.
 
-  Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) thresholds the norm of
-  the whole tree. Adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) thresholds the norm
-  of each unit to a share of the norm of its weights. Adafactor's update clipping (Shazeer and
-  Stern, 2018, arXiv 1804.04235) thresholds the root mean square of each leaf::
+Three published methods as calls of `clip_by`:
+
+  Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) uses the norm of the
+  whole tree. Adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) clips the norms of
+  units to a fraction of the norms of their parameters. Adafactor's update clipping (Shazeer and
+  Stern, 2018, arXiv 1804.04235) uses the root mean square of leaves::
 
     clip_by(scopes.tree(), 1.0)
     clip_by(scopes.unit(), thresholds.relative_to_params(0.01, eps=1e-3))
     clip_by(scopes.leaf(), 1.0, norm="rms")
 """
 
-from collections.abc import Callable
-from typing import Any, Unpack
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Unpack
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._backend.memory as memory
 import optaxclip._backend.meshes as meshes
-from optaxclip._backend.global_view import Transformation, stateless, transformation
+from optaxclip._backend.elementwise import as_arrays
+from optaxclip._backend.global_view import Transformation, global_view, stateless, transformation
 from optaxclip._backend.leaf_shardings import LeafShardings, apply_scope
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._base.state import check_state, copy_arrays
+from optaxclip._base.state import check_state, copy_arrays, safe_increment
 from optaxclip._base.trees import FlatTree, flatten, warn_if_many_norms
 from optaxclip._base.types import (
     ArrayLike,
@@ -37,10 +43,13 @@ from optaxclip._base.types import (
     ThresholdRule,
     Thresholds,
 )
-from optaxclip._engine.options import ClipOptions, Options, clip_factory
-from optaxclip._engine.plan import Plan, make_plan
-from optaxclip._engine.record import initial_info
-from optaxclip._engine.step import NORM_CLIP, ClipMethod, compute_norms, run_clip
+from optaxclip._base.validation import validate_call
+from optaxclip._engine.measure import ScaledNorms, mask_nonfinite, measure, relative_error
+from optaxclip._engine.options import ClipOptions, Options, document_options
+from optaxclip._engine.plan import Plan, get_param_leaves, make_plan
+from optaxclip._engine.record import initial_info, update_info
+from optaxclip._engine.scale import Multiplier, compute_multiplier, scale
+from optaxclip.nonfinite import checkify_finite
 from optaxclip.norms import Norm
 from optaxclip.responses import Response
 from optaxclip.scopes.leaves import Scope, resolve_scope
@@ -52,10 +61,11 @@ from optaxclip.thresholds.constant import (
     resolve_rule,
     stateless_rule_state,
 )
-from optaxclip.thresholds.rule import check_threshold_value
+from optaxclip.thresholds.rule import check_threshold_value, params_if_needed, update_rule
 
 
-@clip_factory(ClipOptions, once="clip_tree(grads, 1.0, scope=scopes.tree())")
+@validate_call(transformation=True, one_shot_call="clip_tree(grads, 1.0, scope=scopes.tree())")
+@document_options(ClipOptions)
 def clip_by(
     scope: Scope,
     threshold: ThresholdLike,
@@ -63,33 +73,35 @@ def clip_by(
     response: str | Response = "clip",
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Makes any clipping method, as an Optax transformation.
+    """Clips groups of elements by any norm and threshold.
 
-    Guarantees, for every scope, norm and threshold: norms are summed in float32 or wider, and no square
-    overflows or underflows; a group at or below its threshold comes back bit for bit; the new norm of
-    any other group is the threshold up to rounding, and with `strict` never above it; dtype, weak type,
-    shape and tree structure stay; value and derivatives are finite if the gradients are. `None`,
-    integer, bool, `float0` and PRNG-key leaves pass untouched and do not count in norms.
+    The following guarantees apply to all scopes, norms and thresholds. Norms are summed in float32
+    or wider, and no square overflows or underflows. A group at or below its threshold is returned
+    unchanged. The new norm of other groups is the threshold up to rounding, and with `strict` it
+    never exceeds the threshold. Dtypes, weak types, shapes and the tree structure are unchanged.
+    The value and its derivatives are finite if the gradients are. `None`, integer, bool, `float0`
+    and PRNG-key leaves are returned unchanged and ignored in norms.
 
     Args:
-      scope: which entries share a norm, from `optaxclip.scopes`. Because it is a function but not a
-        schedule, `optax.inject_hyperparams` needs `static_args=("scope",)`.
-      threshold: a number, a scalar array (traced or not), a schedule `count -> threshold`, or a rule from
-        `optaxclip.thresholds`; or a dict from the name of each group to one of these. Inside
-        `optax.masked` or `optax.partition` the dict may also name groups of the other leaves.
-      response: "clip", "normalize", "smooth", "auto_s", "band", or a function (see
-        `optaxclip.responses`).
-      **options: those that all transformations share, `optaxclip.ClipOptions`.
+      scope: The groups of elements that share a norm, from `optaxclip.scopes`. Because a scope is a
+        function but not a schedule, `optax.inject_hyperparams` needs `static_args=("scope",)`.
+      threshold: A number, a scalar array (traced or not), a schedule `count -> threshold`, or a
+        rule from `optaxclip.thresholds`. It can also be a dict from the names of all groups to
+        these. Note that inside `optax.masked` or `optax.partition`, the dict can also contain names
+        of groups of the other leaves.
+      response: "clip" (the default), "normalize", "smooth", "auto_s", "band", or a function. See
+        `optaxclip.responses`.
+      **options: Options that all transformations share, see `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation whose state is a `ClipState`. If the threshold does not depend on earlier steps,
-      an update with the state None begins with a fresh one.
+      A transformation with a `ClipState`. If the threshold does not depend on earlier steps, an
+      update with the state None starts with a new state.
 
     Raises:
-      ValueError: for an unknown name, or a threshold that is negative, NaN or not a scalar; when used,
-        if it cannot be known how leaves are split over devices, and for the state None if the threshold
-        depends on earlier steps.
-      TypeError: for a threshold that is not a number, or a scope that is not a scope.
+      ValueError: If a name is unknown, or if a threshold is negative, NaN or not a scalar. The
+        update also raises it if the sharding of leaves is unknown, or if the state is None and the
+        threshold depends on earlier steps.
+      TypeError: If a threshold is not a number, or if `scope` is not a scope.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -104,13 +116,45 @@ def clip_by(
     return make_clip(resolve_scope(scope), threshold, Options.create(response=response, **options))
 
 
+@dataclasses.dataclass(frozen=True)
+class ClipMethod:
+    """How groups are measured and changed: by norms and multipliers.
+
+    Subclasses override the steps that differ. All methods are hashable, because they are static.
+    """
+
+    names_leaves: ClassVar[bool] = False
+    """If True, `compute_norms` needs the names of the leaves for messages."""
+
+    def compute_norms(self, leaves: list[Any], plan: Plan, options: Options) -> ScaledNorms:
+        """Computes the norms of all groups."""
+        return measure(leaves, plan, options.norm, from_above=options.strict)
+
+    def leaf_operands(self, by: Multiplier, threshold_values: Array) -> Sequence[Array]:
+        """Returns the arrays that `apply` needs, all of them `[groups]`."""
+        del threshold_values
+        return by
+
+    def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
+        """Changes a leaf.
+
+        The argument `columns` stacks the arrays from `leaf_operands` along its first axis. Its
+        other axes are the axes of the leaf without `axes`.
+        """
+        zeroes = options.nonfinite == "zero"
+        return scale(leaf, columns, axes=axes, strict=options.strict, zero_nonfinite=zeroes)
+
+
+NORM_CLIP = ClipMethod()
+
+
 def make_clip(
-    scope: Scope, threshold: ThresholdLike, options: Options, technique: ClipMethod = NORM_CLIP
+    scope: Scope, threshold: ThresholdLike, options: Options, method: ClipMethod = NORM_CLIP
 ) -> Transformation[ClipState]:
-    """Makes a transformation of any clip by norms, for `clip_by` and most named methods."""
+    """Makes a transformation that clips by norms."""
     checked = check_threshold(threshold)
 
-    def rule_of(flat: FlatTree, plan: Plan) -> ThresholdRule:
+    def get_rule(flat: FlatTree, plan: Plan) -> ThresholdRule:
         if isinstance(checked, ThresholdRule):
             return checked
         return resolve_rule(checked, plan.get_named_shapes(), flat.is_masked)
@@ -119,9 +163,9 @@ def make_clip(
         flat = flatten(params, "params")
         grouping = apply_scope(scope, flat, options.sharding_hints)
         warn_if_many_norms(grouping, options.name)
-        # Nothing is measured here, so the plan does not have to say where leaves lie.
+        # No norms are computed here, so the shardings are not needed.
         plan = Plan(grouping, LeafShardings.unsharded([]))
-        rule = rule_of(flat, plan)
+        rule = get_rule(flat, plan)
         rule_state = copy_arrays(rule.init(plan.zeros(jnp.dtype(jnp.float32))))
         info = initial_info(options.name, grouping)
         return ClipState(jnp.zeros((), jnp.int32), rule_state, info)
@@ -132,51 +176,52 @@ def make_clip(
         state = fresh_if_none(state, init, updates)
         check_state(state, ClipState, options.name, updates=updates)
         flat, info = flatten(updates, "updates"), state.info
-        stored, size = (None, 0) if info is None else (info.names, info.norm.size)
-        plan = make_plan(flat, scope, options, stored, size)
+        state_names, size = (None, 0) if info is None else (info.names, info.norm.size)
+        plan = make_plan(flat, scope, options, state_names, size)
         norm = get_known_norm(options, extra_args, plan.grouping.layout)
-        rule = evaluate_schedules(rule_of(flat, plan), state.rule)
-        return run_clip(flat, params, rule, state, norm, plan, options, technique)
+        rule = evaluate_schedules(get_rule(flat, plan), state.rule)
+        return run_clip(flat, params, rule, state, norm, plan, options, method)
 
     if options.record:
         return transformation(init, update)
-    nothing: Any = None
-    always = ClipState(nothing, stateless_rule_state(checked, options.name), nothing)
-    return stateless(lambda updates, params, **extra: update(updates, always, params, **extra)[0])
+    # Without a record, the state is constant, and only the updates are returned.
+    no_array: Any = None
+    constant_state = ClipState(no_array, stateless_rule_state(checked, options.name), no_array)
+    return stateless(
+        lambda updates, params, **extra: update(updates, constant_state, params, **extra)[0]
+    )
 
 
 def fresh_if_none(state: Any, init: Callable[[PyTree], Any], updates: PyTree) -> Any:
-    """A fresh state in place of None, unless the threshold depends on earlier steps."""
+    """Replaces None by a new state, unless the threshold depends on earlier steps."""
     if state is not None:
         return state
-    # Messages about leaves must name the updates, although `init` takes them for parameters.
+    # Messages about leaves must name the updates, but `init` names its argument the params.
     fresh = init(flatten(updates, "updates").tree())
     return None if jax.tree.leaves(fresh.rule) else fresh
 
 
 def get_known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any:
-    """The norm that the caller passes in the extra argument that `known_norm=` names, or None."""
+    """Returns the norm in the extra argument that `known_norm` names, or None."""
     argument = options.known_norm
     if argument is None:
         return None
     if layout != "scalar":
         raise ValueError(
-            f"{options.name}: known_norm={argument!r} is the norm of the whole tree, but this clip "
-            "has one norm per group: leave known_norm out, or use scopes.tree()"
+            f"{options.name}: known_norm must be None for scopes with several groups, got "
+            f"{argument!r}, the norm of the whole tree; use scopes.tree()"
         )
     if extra_args.get(argument) is None:
         raise ValueError(
-            f"{options.name}: known_norm={argument!r} names an extra argument that the update was "
-            f"not given; pass it: update(grads, state, params, {argument}=norm)"
+            f"{options.name}: the update must get the extra argument {argument!r}, because of "
+            f"known_norm={argument!r}, got None; pass it by "
+            f"update(grads, state, params, {argument}=norm)"
         )
-    return check_known_norm(extra_args[argument], argument, options)
+    return _check_known_norm(extra_args[argument], argument, options)
 
 
-def check_known_norm(norm: Any, argument: str, options: Options) -> Array:
-    """The norm that the caller passes, checked, as a float32 or float64 scalar.
-
-    It may be negative or NaN.
-    """
+def _check_known_norm(norm: Any, argument: str, options: Options) -> Array:
+    """Checks a norm from the user, which may be negative or NaN, and converts it to an array."""
     given = jnp.asarray(check_threshold_value(norm, argument, allow_any_number=True))
     shared = meshes.norm_axes(options.axis_names)
     meshes.check_replicated(given, shared, f"{options.name}: {argument}")
@@ -198,29 +243,30 @@ def clip_tree(
     specs: PyTree = None,
     name: str = "clip_tree",
 ) -> tuple[PyTree, ClipInfo]:
-    """Clips a tree once: `clip_by` without a state.
+    """Clips a tree once, like `clip_by` without a state.
 
     Args:
-      tree: a pytree of floating or complex arrays; other leaves pass untouched.
-      thresholds: as in `clip_by`; a rule acts as at its first step. Or `optaxclip.Thresholds`: a norm above
-        which to act, and a norm to reach.
-      scope: as in `clip_by`, like the arguments that follow.
-      params: the parameters, for a threshold that is relative to them.
-      norm: how a group is measured.
-      response: what becomes of a group.
-      nonfinite: the policy for groups that are not finite.
-      strict: whether no result may exceed its threshold, not even by rounding.
-      use_norm: the norm of the whole tree, if the caller knows it; only for the scope `tree`.
-      axis_name: as in `clip_by`.
-      specs: as in `clip_by`.
-      name: the name of the operation in messages.
+      tree: A pytree of floating-point or complex arrays. Other leaves are returned unchanged.
+      thresholds: A threshold as in `clip_by`. Rules act as at their first step. It can also be an
+        `optaxclip.Thresholds`: a norm above which to clip, and a norm to reach.
+      scope: The groups of elements that share a norm, as in `clip_by`.
+      params: The parameters, for thresholds that are relative to them.
+      norm: The norm of a group. Defaults to the L2 norm.
+      response: The response to a norm above its threshold. Defaults to "clip".
+      nonfinite: The policy for non-finite groups. Defaults to "nan".
+      strict: If True, no result exceeds its threshold, not even by a rounding error.
+      use_norm: The norm of the whole tree, if it is known. It can only be used with the scope
+        `tree`.
+      axis_name: The names of mapped axes, as in `clip_by`.
+      specs: The sharding of the leaves, as in `clip_by`.
+      name: The name of the operation in messages.
 
     Returns:
-      The clipped tree, and a `ClipInfo` of what was done, in which counts are 0 or 1.
+      The clipped tree, and a `ClipInfo` of this call, in which counts are 0 or 1.
 
     Raises:
-      ValueError: for an unknown name or a threshold that is negative, NaN or not a scalar.
-      TypeError: for a threshold that is not a number or a leaf that is not an array.
+      ValueError: If a name is unknown, or if a threshold is negative, NaN or not a scalar.
+      TypeError: If a threshold is not a number, or if a leaf is not an array.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -229,6 +275,7 @@ def clip_tree(
       >>> print(tree[0], info.norm)
       [0.6 0.8] 5.0
     """
+    # JAX does not compute with arrays in different memories.
     (tree, params), back = memory.move_to_device_memory(tree, params)
     flat = flatten(tree, "tree")
     options = Options.create(
@@ -242,17 +289,19 @@ def clip_tree(
     )
     plan = make_plan(flat, resolve_scope(scope), options)
     if isinstance(thresholds, Thresholds):
+        # Arrays in the layout of the scope, as returned by `group_norms`.
         trigger, target = map(plan.pack_layout, thresholds)
         rule = fixed(Thresholds(trigger, target))
     else:
         rule = resolve_rule(check_threshold(thresholds, "thresholds"), plan.get_named_shapes())
-    norm_of_tree = None
+    # With "mask", the norm without non-finite elements is needed.
+    known_norm = None
     if use_norm is not None and plan.grouping.layout == "scalar" and nonfinite != "mask":
-        norm_of_tree = check_known_norm(use_norm, "use_norm", options)
+        known_norm = _check_known_norm(use_norm, "use_norm", options)
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.inexact_leaves())
     info = initial_info(name, plan.grouping, dtype)
     state = ClipState(jnp.zeros((), jnp.int32), rule.init(plan.zeros(dtype)), info)
-    tree, state = run_clip(flat, params, rule, state, norm_of_tree, plan, options)
+    tree, state = run_clip(flat, params, rule, state, known_norm, plan, options)
     return *back(tree), state.info
 
 
@@ -264,12 +313,123 @@ def group_norms(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> NormTree:
-    """The norm of every group of a tree, float32 or wider, without clipping."""
+    """Returns the norms of all groups of a tree in float32 or wider, without clipping."""
     flat = flatten(memory.put_on_device(tree), "tree")
     options = Options.create(norm=norm, axis_name=axis_name, specs=specs, name="group_norms")
     return scope_norms(scope, flat, options)
 
 
 def scope_norms(scope: Scope, flat: FlatTree, options: Options) -> NormTree:
-    """The norms of a flattened tree's groups, as users see them."""
+    """Returns the norms of the groups of a flattened tree, in the layout of the API."""
     return compute_norms(flat, make_plan(flat, scope, options), options.norm)
+
+
+def compute_norms(flat: FlatTree, plan: Plan, norm: Norm) -> NormTree:
+    """Returns the norms of the groups of a plan, in the layout of the API."""
+    return _compute_norms(flat.inexact_leaves(), plan=plan, norm=norm)
+
+
+@global_view()
+def _compute_norms(leaves: list[Any], *, plan: Plan, norm: Norm) -> NormTree:
+    return plan.arrange_by_layout(measure(as_arrays(leaves), plan, norm).norm)
+
+
+def run_clip(
+    flat: FlatTree,
+    params: PyTree | None,
+    rule: ThresholdRule,
+    state: ClipState,
+    known_norm: Array | None,
+    plan: Plan,
+    options: Options,
+    method: ClipMethod = NORM_CLIP,
+) -> tuple[PyTree, ClipState]:
+    """Returns the clipped tree and the next state.
+
+    If `state.info` is None, nothing is recorded. If `known_norm` is None, norms are computed.
+    """
+    params = params_if_needed(rule, params, options.name)
+    param_leaves, param_plan = None, plan
+    if params is not None:
+        param_leaves, param_plan = get_param_leaves(flat, params, plan, options)
+    raises = options.nonfinite == "error"
+    if raises or method.names_leaves:
+        plan = dataclasses.replace(plan, leaf_names=tuple(flat.names()))
+    # The policy "error" is not compiled in eager mode, because `checkify.check` can raise there
+    # directly, but not inside a compiled call.
+    step = _clip_step_uncompiled if raises else _clip_step_compiled
+    new, state = step(
+        flat.inexact_leaves(),
+        param_leaves,
+        rule,
+        state,
+        known_norm,
+        plan=plan,
+        param_plan=param_plan,
+        options=options,
+        method=method,
+    )
+    return flat.unflatten(new), state
+
+
+def _clip_step(
+    leaves: list[Any],
+    param_leaves: list[Any] | None,
+    rule: ThresholdRule,
+    state: ClipState,
+    known_norm: Array | None,
+    *,
+    plan: Plan,
+    param_plan: Plan,
+    options: Options,
+    method: ClipMethod,
+) -> tuple[list[Any], ClipState]:
+    """Runs the stages of a step: measure, threshold, respond, scale, record."""
+    leaves, bad, param_norms = as_arrays(leaves), None, None
+    if param_leaves is not None:
+        param_norms = measure(as_arrays(param_leaves), param_plan, options.norm).norm  # f32[groups]
+    if options.nonfinite == "mask":
+        leaves, bad = mask_nonfinite(leaves, plan)
+    if known_norm is None:
+        measured = method.compute_norms(leaves, plan, options)  # f32[groups]
+    else:
+        measured = ScaledNorms.from_value(known_norm, 1.0)
+        if options.strict:
+            measured = measured.add_error_bound(relative_error(leaves, plan, options.norm))
+    norm = measured.norm  # f32[groups]
+    bad = ~jnp.isfinite(norm) if bad is None else bad  # bool[groups]
+    chex.assert_shape([norm, bad], plan.shape)
+    if options.nonfinite == "error":
+        for flags, group in zip(plan.unpack(bad), plan.grouping.groups, strict=True):
+            if group.leaf_indices:
+                names = [plan.leaf_names[i] for i in group.leaf_indices]
+                # Without `checkify`, JAX's error shows this line (see `nonfinite.checkify_finite`).
+                checkify_finite(flags, options.name, names)  # nonfinite="error" needs checkify
+    thresholds, rule_state = update_rule(rule, state.rule, norm, param_norms, options.name)
+    chex.assert_shape(list(thresholds), plan.shape)
+    by = compute_multiplier(
+        measured,
+        thresholds.trigger,
+        thresholds.target,
+        response=options.response,
+        nonfinite=options.nonfinite,
+        strict=options.strict,
+    )
+    chex.assert_shape(list(by), plan.shape)  # f32[groups]
+    # Stacked so that a single operation slices the part of a leaf.
+    operands = method.leaf_operands(by, thresholds.trigger.astype(by.ratio.dtype))
+    columns = meshes.stack(operands)  # f32[operands, groups]
+    parts = map(plan.placement.replicate, plan.slice_for_leaves(columns, leaves))
+    clipped = [
+        method.apply(leaf, part, axes, options)
+        for leaf, part, axes in zip(leaves, parts, plan.grouping.axes, strict=True)
+    ]
+    chex.assert_trees_all_equal_shapes_and_dtypes(leaves, clipped)
+    if state.info is None:
+        return clipped, state
+    info = update_info(state.info, plan, norm, thresholds.trigger, by.factor, bad)
+    return clipped, ClipState(safe_increment(state.steps), rule_state, info)
+
+
+_clip_step_compiled = global_view(out_like=("leaves", "state"))(_clip_step)
+_clip_step_uncompiled = global_view(out_like=("leaves", "state"), compiled=False)(_clip_step)

@@ -1,7 +1,8 @@
-"""Counts of a group's entries by their size, over the group's leaves and over all devices.
+"""Histograms: counts elements of groups by absolute value, over all leaves and devices.
 
-in   leaves `[...]`, floating or complex (or `BCOO`), and which of their entries belong together
-out  uint32[names, 2, counts], for each name the two words of its counts
+  leaves [...] (floating-point, complex or `BCOO`), Plan  ->  u32[names, 2, counts]
+
+The two words of a count are in the second axis.
 """
 
 import dataclasses
@@ -20,14 +21,14 @@ from optaxclip._engine.plan import Plan
 
 
 def compute_group_histograms(leaves: list[Any], plan: Plan, *, wide: bool) -> Array:
-    """The counts of all groups, over all devices.
+    """Counts the elements of all groups, over all devices.
 
-    The layout "dict" divides leaves into very many groups, so there each leaf counts as one.
+    In the layout "dict", which has very many groups, leaves are counted instead of groups.
 
     Args:
-      leaves: those of the plan.
-      plan: the groups, and where they lie.
-      wide: whether the thresholds are those of float64.
+      leaves: The leaves of the plan.
+      plan: The groups and their shardings.
+      wide: If True, the bin edges are those of float64.
     """
     plan = _histogram_plan(leaves, plan, wide=wide)
     shape = (len(plan.grouping.names), 2, exponent_counts.num_counts(wide=wide))
@@ -40,31 +41,33 @@ def compute_group_histograms(leaves: list[Any], plan: Plan, *, wide: bool) -> Ar
         for leaf, axes in zip(leaves, plan.grouping.axes, strict=True):
             x, over = dense_values(leaf, axes, dtype)
             size = math.prod([np.shape(leaf)[axis] for axis in axes])
-            found = exponent_counts.counts_by_size(
+            counts = exponent_counts.counts_by_size(  # [..., 2, counts]
                 x, over, size, wide=wide, in_one_piece=in_one_piece
             )
-            parts.append((found,))
-        (found,) = plan.reduce_groups(parts, add=exponent_counts.propagate_carry)
-        return lax.reshape(found, shape)
+            parts.append((counts,))
+        (totals,) = plan.reduce_groups(parts, add=exponent_counts.propagate_carry)
+        return lax.reshape(totals, shape)
 
-    found = plan.placement.map_shards(count_shard)(leaves)
-    chex.assert_shape(found, shape)
-    return found
+    histograms = plan.placement.map_shards(count_shard)(leaves)
+    chex.assert_shape(histograms, shape)
+    return histograms
 
 
 def _histogram_plan(leaves: list[Any], plan: Plan, *, wide: bool) -> Plan:
-    """The plan with an array of counts in the place of each number."""
+    """Appends the axes of the counts, `[2, counts]`, to the shapes of the groups."""
     grouping, placement = plan.grouping, plan.placement
-    groups, behind = grouping.groups, (2, exponent_counts.num_counts(wide=wide))
+    groups, trailing = grouping.groups, (2, exponent_counts.num_counts(wide=wide))
     if grouping.layout == "dict":
         groups = tuple(dataclasses.replace(group, shape=()) for group in groups)
-        whole = tuple(tuple(range(np.ndim(leaf))) for leaf in leaves)
-        grouping = dataclasses.replace(grouping, axes=whole, layout="vector")
+        # A leaf becomes a single group, whose counts are summed over all axes of the leaf.
+        all_axes = tuple(tuple(range(np.ndim(leaf))) for leaf in leaves)
+        grouping = dataclasses.replace(grouping, axes=all_axes, layout="vector")
         reduced = tuple(map(placement.axes_of, range(len(leaves))))
         placement = dataclasses.replace(
             placement, reduced_mesh_axes=reduced, kept_mesh_axes=((),) * len(leaves)
         )
-    groups = tuple(dataclasses.replace(x, shape=(*x.shape, *behind)) for x in groups)
+    groups = tuple(dataclasses.replace(x, shape=(*x.shape, *trailing)) for x in groups)
+    # The axes of the counts are not sharded.
     kept = tuple((*axes, (), ()) for axes in placement.kept_mesh_axes)
     placement = dataclasses.replace(placement, kept_mesh_axes=kept)
     return Plan(dataclasses.replace(grouping, groups=groups), placement)

@@ -1,7 +1,7 @@
-"""The plan of a step: its groups, where these lie, and how their numbers are stored.
+"""Plans: the groups of a step, the shardings of leaves, and the order in which norms are stored.
 
-The plan is fixed before there are numbers. The norms of all groups are in one array, and so are
-thresholds and factors. An operation on such an array is compiled once, and takes few kernels.
+Plans are static. The norms of all groups are stored in a single array, as are thresholds and
+factors. An operation on such an array is compiled once and needs few kernels.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from optaxclip.scopes import Scope
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which entries share a norm, and where they lie; static. Messages may need names."""
+    """The groups and the shardings of the leaves; `leaf_names` are only used in messages."""
 
     grouping: Grouping
     placement: LeafShardings
@@ -36,7 +36,7 @@ class Plan:
 
     @functools.cached_property
     def order(self) -> list[int]:
-        """The positions of the groups in the order in which they are stored: sorted by shape."""
+        """The positions of the groups, sorted by shape, which is the order of storage."""
         groups = self.grouping.groups
         if self.grouping.layout != "dict":
             return list(range(len(groups)))
@@ -44,7 +44,7 @@ class Plan:
 
     @functools.cached_property
     def stored_groups(self) -> list[Group]:
-        """The groups in that order."""
+        """The groups in the order of storage."""
         return [self.grouping.groups[n] for n in self.order]
 
     @functools.cached_property
@@ -53,25 +53,23 @@ class Plan:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of an array with a number for each group: `[groups]`, or `[]` for one tree."""
+        """The shape of packed norms: `[groups]`, or `[]` for the scope `tree`."""
         if self.grouping.layout == "scalar":
             return self.grouping.groups[0].shape
         return (sum(map(math.prod, self._shapes)),)
 
     def pack(self, arrays: Sequence[Array]) -> Array:
-        """One array, made from an array for each group in the grouping's order."""
+        """Concatenates the arrays of the groups to an array of the shape `shape`."""
         ordered = [arrays[n] for n in self.order]
         chex.assert_shape(ordered, self._shapes)
         return ordered[0] if self.grouping.layout == "scalar" else ravel_and_concatenate(ordered)
 
     def unpack(self, packed: Array) -> list[Array]:
-        """An array for each group, in the order of the grouping; undoes `pack`."""
+        """Splits an array into the arrays of the groups, in the order of the grouping."""
         if self.grouping.layout == "scalar":
             return [packed]
-        pieces = split_and_reshape(packed, self._shapes)
-        return [
-            x for _, x in sorted(zip(self.order, pieces, strict=True), key=lambda pair: pair[0])
-        ]
+        pieces = dict(zip(self.order, split_and_reshape(packed, self._shapes), strict=True))
+        return [pieces[n] for n in range(len(pieces))]
 
     def reduce_groups(
         self,
@@ -80,80 +78,82 @@ class Plan:
         use_max: bool = False,
         add: Callable[[Array], Array] | None = None,
     ) -> ScaledSums:
-        """The sums of groups, from those of leaves: over a group's leaves, then over devices.
+        """Sums over the leaves of the groups, and then over devices.
 
-        With `by_max` they are maxima. `add` adds up the sums of a group's leaves along the first
-        axis.
+        Args:
+          parts: The sums of the leaves, for all scales.
+          use_max: If True, computes maxima instead of sums.
+          add: Sums along the first axis. Defaults to `lax.reduce_sum`.
         """
         groups = self.grouping.groups
         shapes = self.grouping.broadcast_to_leaves([group.shape for group in groups])
-        parts = self.placement.local_sums(parts, shapes, use_max=use_max)
-        # A tree without leaves has one sum, which is empty.
+        parts = self.placement.local_sums(parts, shapes, use_max=use_max)  # of this device
+        # A tree without leaves has a single empty sum.
         like = parts[0] if parts else (jnp.zeros(()),)
 
         def reduce_group(group: Group, k: int) -> Array:
             if not group.leaf_indices:
-                return jnp.zeros(group.shape, like[k].dtype)
+                return jnp.zeros(group.shape, like[k].dtype)  # No leaf in this step.
             if len(group.leaf_indices) == 1:
                 return parts[group.leaf_indices[0]][k]
-            # One operation, because XLA (JAX 0.10.2) repeats a chain of additions for each use of
-            # its result.
-            members = meshes.stack([parts[i][k] for i in group.leaf_indices])
+            # A single operation, because XLA repeats a chain of additions for each use of its
+            # result (as of JAX 0.10.2).
+            members = meshes.stack([parts[i][k] for i in group.leaf_indices])  # [leaves, ...]
             if use_max:
                 return lax.reduce_max(members, [0])
             return add(members) if add else lax.reduce_sum(members, [0])
 
         sums = [self.pack([reduce_group(group, k) for group in groups]) for k in range(len(like))]
-        sums = self.placement.all_reduce(sums, use_max=use_max)
+        sums = self.placement.all_reduce(sums, use_max=use_max)  # One collective for all scales.
         chex.assert_shape(sums, self.shape)
         return tuple(sums)
 
     def slice_for_leaves(self, packed: Array, leaves: Sequence[Any]) -> list[Array]:
-        """For each measured leaf, its group's part of `packed`.
+        """Returns the part of `packed` for each measured leaf.
 
-        Inside `shard_map`, it is the part for what this device holds of the leaf. Axes in front of
-        the groups' axes stay.
+        Inside `shard_map`, it is the part for the shard of the leaf. Axes before the axis of groups
+        are kept.
         """
-        of_leaves = self.grouping.broadcast_to_leaves(self.unpack(packed))
-        return self.placement.local_slices(of_leaves, leaves, self.grouping.axes)
+        by_leaf = self.grouping.broadcast_to_leaves(self.unpack(packed))  # [..., *group.shape]
+        return self.placement.local_slices(by_leaf, leaves, self.grouping.axes)
 
     def get_named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The name and the shape of each entry that a threshold rule sees, in order."""
+        """Returns the names and shapes of the norms that a threshold rule receives."""
         if self.grouping.layout == "dict":
             return [(group.names[0], group.shape) for group in self.stored_groups]
         return [(name, ()) for name in self.grouping.names]
 
-    def broadcast_constants(self, of_groups: Sequence[Any]) -> Any:
-        """A number for each group, in the shape of `pack`; one number, if all are the same."""
-        ordered = [of_groups[n] for n in self.order]
+    def broadcast_constants(self, numbers: Sequence[Any]) -> Any:
+        """Repeats the numbers of the groups to `[groups]`; returns a number if all are equal."""
+        ordered = [numbers[n] for n in self.order]
         if len(set(ordered)) == 1:
             return ordered[0]
         sizes = list(map(math.prod, self._shapes))
         if all(isinstance(number, (int, float)) for number in ordered):
-            return np.repeat(np.asarray(ordered, np.float64), sizes)
-        # In `jax.export` a number may be symbolic.
+            return np.repeat(np.asarray(ordered, np.float64), sizes)  # [groups]
+        # In `jax.export`, numbers may be symbolic.
         with_sizes = zip(ordered, sizes, strict=True)
         return jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, float), n) for x, n in with_sizes])
 
     def zeros(self, dtype: jnp.dtype) -> Array:
-        """Zeros in the form in which norms are stored, made without concatenating."""
+        """Returns packed zeros, without a concatenation."""
         return jnp.zeros(self.shape, dtype)
 
     def has_leaves(self) -> Array:
-        """Which groups have leaves at this step.
+        """Returns the groups with leaves in this step, `bool[groups]`.
 
-        The single group of the scope `tree` always counts as having leaves.
+        The group of the scope `tree` always counts as a group with leaves.
         """
         groups, is_tree = self.grouping.groups, self.grouping.layout == "scalar"
         return self.pack([jnp.full(x.shape, bool(x.leaf_indices) or is_tree) for x in groups])
 
     def arrange_by_layout(self, packed: Array) -> NormTree:
-        """The form that users see: a scalar, `[names]`, or a dict of arrays."""
+        """Converts packed norms to the layout of the API: a scalar, `[names]`, or a dict."""
         is_dict = self.grouping.layout == "dict"
         return arrange_by_layout(self.unpack(packed), self.grouping) if is_dict else packed
 
     def pack_layout(self, tree: NormTree) -> Array:
-        """One array, from the form that users see: a scalar, `[names]`, or a dict of arrays."""
+        """Packs norms in the layout of the API: a scalar, `[names]`, or a dict."""
         is_dict = self.grouping.layout == "dict"
         return self.pack([tree[x.names[0]] for x in self.grouping.groups]) if is_dict else tree
 
@@ -165,9 +165,14 @@ def make_plan(
     state_names: StaticNames | None = None,
     size: int = 0,
 ) -> Plan:
-    """The plan of a tree, with empty groups for names in the state that the tree lacks.
+    """Makes the plan of a tree, with empty groups for names in the state that the tree lacks.
 
-    The state has `size` groups, and their names are `stored`.
+    Args:
+      flat: The tree.
+      scope: Groups the elements of the tree.
+      options: The options of the transformation.
+      state_names: The names of the groups in the state, if there is a state.
+      size: The number of groups in the state.
     """
     flat = flat if state_names is None else flat.match_name_style(state_names)
     grouping = apply_scope(scope, flat, options.sharding_hints)
@@ -180,10 +185,10 @@ def make_plan(
 def get_param_leaves(
     flat: FlatTree, params: PyTree, plan: Plan, options: Options
 ) -> tuple[list[Any], Plan]:
-    """The parameters of the measured leaves, and the plan with the parameters' placement.
+    """Returns the parameters of the measured leaves, and the plan with their shardings.
 
-    Parameters may be split differently from the updates.
+    The shardings of parameters may differ from those of the updates.
     """
-    found = align_params(flat, params, options.name)
-    placement = infer_shardings(plan.grouping, found, options.sharding_hints)
-    return found.inexact_leaves(), dataclasses.replace(plan, placement=placement)
+    flat_params = align_params(flat, params, options.name)
+    placement = infer_shardings(plan.grouping, flat_params, options.sharding_hints)
+    return flat_params.inexact_leaves(), dataclasses.replace(plan, placement=placement)

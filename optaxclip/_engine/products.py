@@ -1,11 +1,10 @@
-"""Inner products of two trees, group by group, over the dtype's whole range.
+"""Inner products: computes the cosines of two trees, group by group, over the whole dtype range.
 
-  in   the leaves `[...]` of both trees, and which of their entries share a norm
-  out  `InnerProducts`: the norm of the second tree and the cosine of each group
+  leaves [...] of two trees, Plan  ->  InnerProducts f32[groups]
 
-Products are summed as squares are: at several scales, over a group's leaves and over devices, in
-one read of both trees and one collective. The two norms bound a sum of products, so they tell at
-which scale it neither overflowed nor underflowed. There is no branch.
+Products are summed like squares: at several scales, over the leaves of groups and over devices, in
+one pass over both trees and a single collective. The two norms bound a sum of products, and thus
+determine the scale at which it neither overflowed nor underflowed. There is no branch.
 """
 
 import functools
@@ -19,8 +18,8 @@ from jax import Array, lax
 
 import optaxclip._backend.reductions as reductions
 from optaxclip._backend.elementwise import pair_values, scale_by_real
-from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
+    custom_jvp,
     divide_no_nan,
     expand_dims_at,
     floor_pow2,
@@ -35,18 +34,18 @@ from optaxclip._engine.plan import Plan
 from optaxclip.norms import l2
 
 _Pairs: TypeAlias = list[tuple[Array, ...]]
-"""For each leaf, its entries and those of the other tree's leaf."""
+"""The elements of both leaves, for all pairs of leaves."""
 
 _KnownNorms: TypeAlias = tuple[Array, Array | None]
-"""The norms of both trees; None for that of the second tree if it is to be measured."""
+"""The norms of both trees, or None if the norms of the second tree are not known."""
 
 
 class InnerProducts(NamedTuple):
-    """The inner products of all groups, divided by both norms, because they may leave the range.
+    """Inner products of groups, divided by both norms, because they may leave the dtype range.
 
     Attributes:
-      of_others: the L2 norms of `others`.
-      cosine: from -1 to 1; 0 if a norm is 0, NaN if a norm is not finite.
+      other_norm: The L2 norms of the second tree.
+      cosine: From -1 to 1. It is 0 if a norm is 0, and NaN if a norm is non-finite.
     """
 
     other_norm: Array
@@ -58,23 +57,23 @@ def products(
     others: list[Any],
     plan: Plan,
     norm: Array,
-    of_others: Array | None = None,
+    other_norm: Array | None = None,
 ) -> InnerProducts:
-    """The inner products of each group's entries with the others; the real part, if complex.
+    """Computes the inner products of groups with the others, or the real parts if complex.
 
-    The L2 norms of `leaves` are known. Those of `others` must be known too if a leaf is a `BCOO`,
-    because the other leaf is read only where the `BCOO` has entries.
+    The L2 norms of `leaves` must be known. The norms of `others` must be known if a leaf is a
+    `BCOO`, because the other leaf is only read where the `BCOO` has elements.
     """
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
     if not leaves:
         zeros = plan.zeros(dtype)
         return InnerProducts(zeros, zeros)
-    found = [
+    rows = [
         pair_values(leaf, other, over, dtype)
         for leaf, other, over in zip(leaves, others, plan.grouping.axes, strict=True)
     ]
-    pairs, axes = [(x, y) for x, y, _ in found], tuple(over for *_, over in found)
-    known = norm.astype(dtype), None if of_others is None else of_others.astype(dtype)
+    pairs, axes = [(x, y) for x, y, _ in rows], tuple(over for *_, over in rows)
+    known = norm.astype(dtype), None if other_norm is None else other_norm.astype(dtype)
     found = _differentiable(plan, axes)(pairs, known)
     chex.assert_shape(list(found), plan.shape)
     return found
@@ -83,24 +82,23 @@ def products(
 def _differentiable(
     plan: Plan, axes: tuple[tuple[int, ...], ...]
 ) -> Callable[[_Pairs, _KnownNorms], InnerProducts]:
-    """The products with a rule for derivatives, which differentiates plain sums.
+    """Returns `_compute_scaled` with a rule that differentiates plain sums.
 
-    They are sums of entries divided by constant powers of two near the norms, so that derivatives
-    of sums stay in range.
+    In the rule, elements are divided by constant powers of two near the norms, to keep the
+    derivatives of sums in range.
     """
 
-    def compute_prescaled(
-        pairs: _Pairs, known: _KnownNorms, sizes: list[Array]
+    def prescale(
+        pairs: _Pairs, known: _KnownNorms, scales: list[Array]
     ) -> tuple[_Pairs, _KnownNorms]:
-        per_size = [reciprocal_pow2(size) for size in sizes]
-        of_leaves = [plan.slice_for_leaves(by, [x for x, _ in pairs]) for by in per_size]
-        with_factors = zip(pairs, axes, *of_leaves, strict=True)
+        inverses = [reciprocal_pow2(scale) for scale in scales]  # 2 x f32[groups]
+        by_leaf = [plan.slice_for_leaves(by, [x for x, _ in pairs]) for by in inverses]
         return [
             tuple(
                 scale_by_real(x, expand_dims_at(by, over)) for x, by in zip(pair, bys, strict=True)
             )
-            for pair, over, *bys in with_factors
-        ], (known[0] * per_size[0], None if known[1] is None else known[1] * per_size[1])
+            for pair, over, *bys in zip(pairs, axes, *by_leaf, strict=True)
+        ], (known[0] * inverses[0], None if known[1] is None else known[1] * inverses[1])
 
     @custom_jvp()
     def compute(pairs: _Pairs, known: _KnownNorms) -> InnerProducts:
@@ -110,14 +108,16 @@ def _differentiable(
     def _(
         primals: tuple[_Pairs, _KnownNorms], tangents: tuple[Any, Any]
     ) -> tuple[InnerProducts, InnerProducts]:
-        (pairs, known), (changes, of_known) = primals, tangents
+        (pairs, known), (pair_tangents, known_tangents) = primals, tangents
         result = compute(pairs, known)
         norms = known[0], result.other_norm
-        sizes = [lax.stop_gradient(floor_pow2(norm)) for norm in norms]
-        plain = functools.partial(_compute_unscaled, plan=plan, axes=axes)
-        near_one = compute_prescaled(pairs, known, sizes)
-        _, change = jax.jvp(plain, near_one, compute_prescaled(changes, of_known, sizes))
-        return result, InnerProducts(change.other_norm * sizes[1], change.cosine)
+        scales = [lax.stop_gradient(floor_pow2(norm)) for norm in norms]
+        _, change = jax.jvp(
+            functools.partial(_compute_unscaled, plan=plan, axes=axes),
+            prescale(pairs, known, scales),
+            prescale(pair_tangents, known_tangents, scales),
+        )
+        return result, InnerProducts(change.other_norm * scales[1], change.cosine)
 
     return compute
 
@@ -125,10 +125,10 @@ def _differentiable(
 def _compute_scaled(
     pairs: _Pairs, known: _KnownNorms, plan: Plan, axes: tuple[tuple[int, ...], ...]
 ) -> InnerProducts:
-    """The products from sums at several scales."""
-    norm, of_others = known
+    """Computes the products from sums at several scales."""
+    norm, other_norm = known
 
-    def local(pairs: _Pairs) -> reductions.ScaledSums:
+    def sum_shards(pairs: _Pairs) -> reductions.ScaledSums:
         in_one_piece = plan.placement.is_unsharded
         sums = [
             reductions.sum_products(x, y, axes=over, in_one_piece=in_one_piece)
@@ -136,53 +136,51 @@ def _compute_scaled(
         ]
         return plan.reduce_groups(sums)
 
-    found = plan.placement.map_shards(local)(pairs)
-    sums, squares = found[::2], found[1::2]
-    of_others = _sqrt(squares) if of_others is None else of_others
-    return InnerProducts(of_others, _cosine(sums, norm, of_others))
+    sums = plan.placement.map_shards(sum_shards)(pairs)
+    inner, squares = sums[::2], sums[1::2]  # For each scale f32[groups].
+    if other_norm is None:
+        total, unit = select_in_range(squares)
+        other_norm = ScaledNorms.from_value(safe_sqrt(total), unit).norm
+    return InnerProducts(other_norm, _cosine(inner, norm, other_norm))
 
 
-def _sqrt(squares: reductions.ScaledSums) -> Array:
-    total, unit = select_in_range(squares)
-    return ScaledNorms.from_value(safe_sqrt(total), unit).norm
-
-
-def _cosine(sums: reductions.ScaledSums, norm: Array, of_others: Array) -> Array:
-    """The cosine, from the sum at a scale at which no sum of these products leaves the range."""
-    plain, down, up = sums
-    far, highest = reductions.scale_step(plain.dtype), reductions.overflow_bound(plain.dtype)
-    bound = safe_sqrt(norm) * safe_sqrt(of_others)
+def _cosine(inner: reductions.ScaledSums, norm: Array, other_norm: Array) -> Array:
+    """Computes the cosine from the sum at a scale at which all products are in range."""
+    plain, down, up = inner  # f32[groups] at the scales 1, 1 / step and step
+    step, highest = reductions.scale_step(plain.dtype), reductions.overflow_bound(plain.dtype)
+    bound = safe_sqrt(norm) * safe_sqrt(other_norm)  # f32[groups], the root of the product
     is_finite = jnp.isfinite(bound)
     is_high = bound > highest**0.5
-    # A norm that is too large to be multiplied stands beside one that is as small as can be.
-    is_scalable = lax.max(norm, of_others) < float(jnp.finfo(plain.dtype).max) / far
+    # A norm that is too large to be multiplied can only occur with a very small other norm.
+    is_scalable = lax.max(norm, other_norm) < float(jnp.finfo(plain.dtype).max) / step
     is_low = (bound < reductions.underflow_bound(plain.dtype) ** 0.5) & is_scalable
-    total = select(is_high, down, select(is_low, up, plain))
-    bound = bound * select(is_high, 1 / far, select(is_low, far, jnp.ones_like(plain)))
+    total = select(is_high, down, select(is_low, up, plain))  # f32[groups]
+    bound = bound * select(is_high, 1 / step, select(is_low, step, jnp.ones_like(plain)))
     is_usable = is_finite & (bound > 0)
     bound = select(is_usable, bound, 1)
-    found = jnp.clip(total / bound / bound, -1, 1)
-    return select(is_usable, found, select(is_finite, jnp.zeros_like(found), jnp.nan))
+    # Two divisions, because the square of the bound may overflow.
+    cosine = jnp.clip(total / bound / bound, -1, 1)
+    return select(is_usable, cosine, select(is_finite, jnp.zeros_like(cosine), jnp.nan))
 
 
 def _compute_unscaled(
     pairs: _Pairs, known: _KnownNorms, *, plan: Plan, axes: tuple[tuple[int, ...], ...]
 ) -> InnerProducts:
-    """The products of trees with norms near 1, in steps that JAX can differentiate."""
+    """Computes the products of trees with norms near 1, differentiably."""
 
-    def local(pairs: _Pairs) -> reductions.ScaledSums:
+    def sum_shards(pairs: _Pairs) -> reductions.ScaledSums:
         with_axes = zip(pairs, axes, strict=True)
         return plan.reduce_groups([_plain_sums(x, y, axes=over) for (x, y), over in with_axes])
 
-    norm, of_others = known
-    total, square = plan.placement.map_shards(local)(pairs)
-    of_others = safe_sqrt(square) if of_others is None else of_others
-    return InnerProducts(of_others, divide_no_nan(total, norm * of_others, 0.0))
+    norm, other_norm = known
+    total, square = plan.placement.map_shards(sum_shards)(pairs)  # f32[groups]
+    other_norm = safe_sqrt(square) if other_norm is None else other_norm
+    return InnerProducts(other_norm, divide_no_nan(total, norm * other_norm, 0.0))
 
 
-# A compiled function of its own, so that it is traced once for leaves that are alike.
+# Jitted so that leaves with equal shapes and dtypes share one trace.
 @functools.partial(jax.jit, static_argnames="axes")
 def _plain_sums(x: Array, y: Array, *, axes: tuple[int, ...]) -> reductions.ScaledSums:
     parts = zip(split_complex(x), split_complex(y), strict=False)
-    summands = (sum(u * v for u, v in parts), l2.map(y))
-    return tuple(jnp.sum(each, axes) for each in summands)
+    summands = (sum(u * v for u, v in parts), l2.map(y))  # [...]
+    return tuple(jnp.sum(summand, axes) for summand in summands)

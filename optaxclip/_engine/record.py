@@ -1,7 +1,6 @@
-"""Record: takes what a step did, and gives its `ClipInfo` with running counts.
+"""Records: computes the `ClipInfo` of a step with running counts.
 
-in   arrays of the groups: norms, thresholds, factors, flags
-out  one number for each name of the grouping, `[]` or `[names]`
+norms, thresholds, factors f32[groups], non-finite groups bool[groups]  ->  ClipInfo [names]
 """
 
 import functools
@@ -24,7 +23,7 @@ from optaxclip._engine.plan import Plan
 
 
 class _Row(NamedTuple):
-    """What a step did to each group; the flags are 0 or 1. All arrays have one shape and dtype."""
+    """The results of a step for all groups; all arrays have the same shape and dtype."""
 
     norm: Array
     threshold: Array
@@ -32,19 +31,12 @@ class _Row(NamedTuple):
     clipped: Array
     nonfinite: Array
     score: Any = None
-    """How bad a group is, while the worst is searched for."""
-
-    @classmethod
-    def create(cls, norm: Array, threshold: Array, factor: Array, bad: Array) -> "_Row":
-        """The row of groups whose norms are not finite where `bad`."""
-        threshold = threshold.astype(norm.dtype)
-        clipped = (norm > threshold) & ~bad
-        return cls(norm, threshold, factor, clipped.astype(norm.dtype), bad.astype(norm.dtype))
+    """The severity of a group in the search for the worst group."""
 
 
 def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> ClipInfo:
-    """The record before the first step: no threshold, and nothing clipped; norms are in `dtype`."""
-    shape = () if grouping.layout == "scalar" else (len(grouping.names),)
+    """Returns the record before the first step, with norms in `dtype`."""
+    shape = () if grouping.layout == "scalar" else (len(grouping.names),)  # [names]
     return ClipInfo(
         name=StaticNames((name,)),
         names=grouping.names,
@@ -60,23 +52,26 @@ def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> Cli
 def update_info(
     old: ClipInfo, plan: Plan, norm: Array, threshold: Array, factor: Array, is_nonfinite: Array
 ) -> ClipInfo:
-    """The record after a step; groups without leaves at this step keep their record.
+    """Updates the record of groups with leaves in this step.
 
-    Norms are those before the clip, thresholds the norms above which it acts.
+    The norms are those before clipping, and the thresholds are the triggers.
     """
     chex.assert_shape([norm, threshold, factor, is_nonfinite], plan.shape)
     grouping = plan.grouping
     if not grouping.groups:
         return old
-    row = _Row.create(norm, threshold, factor, is_nonfinite)
+    threshold = threshold.astype(norm.dtype)
+    clipped = ((norm > threshold) & ~is_nonfinite).astype(norm.dtype)
+    row = _Row(norm, threshold, factor, clipped, is_nonfinite.astype(norm.dtype))
     if grouping.layout == "dict":
-        row = _worst_of_each_leaf(plan, row)
+        row = _worst_by_leaf(plan, row)  # [groups] to [names]
     chex.assert_equal_shape([*row[:-1], old.norm])
+    # The record keeps its dtype, for example in a state that was cast to bfloat16.
     row = jax.tree.map(lambda x: saturating_cast(x, old.norm.dtype), row)
     if grouping.layout != "scalar" and not all(grouping.has_leaves):
         zeros = jnp.zeros_like(old.fraction)
         before = _Row(old.norm, old.threshold, old.factor, clipped=zeros, nonfinite=zeros)
-        present = jnp.asarray(grouping.has_leaves)
+        present = jnp.asarray(grouping.has_leaves)  # bool[names]
         row = jax.tree.map(functools.partial(lax.select, present), row, before)
     new = old._replace(
         names=grouping.names,
@@ -90,50 +85,45 @@ def update_info(
     return meshes.reuse_buffers(old, new)
 
 
-def _worst_of_each_leaf(plan: Plan, row: _Row) -> _Row:
-    """A row with one number for each leaf: the number of its worst group."""
-    row = row._replace(score=_severity(row.norm, row.threshold))
-    # The barrier makes XLA (JAX 0.10.2) store the row; without it, XLA computes it again for each
-    # reduction.
-    leaves, structure = jax.tree.flatten(row)
-    stored = lax.optimization_barrier(meshes.stack(leaves))
-    found, start = [], 0
-    # All leaves of one shape share a reduction, so that few reductions are compiled.
-    for shape, alike in itertools.groupby(plan.stored_groups, key=lambda group: group.shape):
-        count, size = len(list(alike)), math.prod(shape)
+def _worst_by_leaf(plan: Plan, row: _Row) -> _Row:
+    """Reduces a row to the worst groups of the leaves, `[names]`.
+
+    The score is norm / threshold. NaN is the worst, then infinity, then a threshold of 0. The field
+    `clipped` becomes the fraction of clipped groups.
+    """
+    largest, dtype = jnp.finfo(row.norm.dtype).max, row.norm.dtype.type
+    has_threshold = row.threshold > 0
+    without_threshold = jnp.where(row.norm > 0, largest, 0).astype(row.norm.dtype)
+    ratio = row.norm / jnp.where(has_threshold, row.threshold, 1)
+    ratio = jnp.where(has_threshold, ratio, without_threshold)
+    ratio = jnp.where(jnp.isinf(row.norm), largest, jnp.minimum(ratio, largest / 2))
+    row = row._replace(score=jnp.where(jnp.isnan(row.norm), jnp.inf, ratio))  # [groups]
+    # The barrier makes XLA store the row. Otherwise, XLA computes it again for each reduction (as
+    # of JAX 0.10.2).
+    fields, structure = jax.tree.flatten(row)
+    stored = lax.optimization_barrier(meshes.stack(fields))  # [fields, groups]
+    # The result for leaves without groups.
+    empty = _Row(*map(dtype, (0, jnp.inf, 1, 0, 0, -1)))
+    reduced, start = [], 0
+    # All leaves of the same shape share a reduction, which limits the number of compiled kernels.
+    for shape, same_shape in itertools.groupby(plan.stored_groups, key=lambda group: group.shape):
+        count, size = len(list(same_shape)), math.prod(shape)
         part = lax.slice_in_dim(stored, start, start + count * size, axis=1)
-        part = structure.unflatten(part.reshape(len(leaves), count, size))
-        found.append(_reduce_to_worst(part))
+        part = structure.unflatten(part.reshape(len(fields), count, size))  # [leaves, groups]
+        worst = lax.reduce(lax.stop_gradient(part), empty, _worse, (1,))  # [leaves]
+        reduced.append(worst._replace(clipped=worst.clipped / max(size, 1)))
         start += count * size
-    worst = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)._replace(score=None)
-    order = np.argsort(plan.order)
+    worst = jax.tree.map(lambda *parts: jnp.concatenate(parts), *reduced)._replace(score=None)
+    order = np.argsort(plan.order)  # from the order of storage to the order of names
     is_sorted = list(order) == list(range(len(order)))
     return worst if is_sorted else jax.tree.map(lambda x: x[order], worst)
 
 
-def _severity(norm: Array, threshold: Array) -> Array:
-    """Norm / threshold, to find the worst group: NaN is worst, then infinity, then a threshold of 0."""
-    most = jnp.finfo(norm.dtype).max
-    without = jnp.where(norm > 0, most, 0).astype(norm.dtype)
-    ratio = jnp.where(threshold > 0, norm / jnp.where(threshold > 0, threshold, 1), without)
-    ratio = jnp.where(jnp.isinf(norm), most, jnp.minimum(ratio, most / 2))
-    return jnp.where(jnp.isnan(norm), jnp.inf, ratio)
-
-
-def _reduce_to_worst(groups: _Row) -> _Row:
-    """The row of the worst group along the last axis; `clipped` becomes the share of groups."""
-    dtype = groups.norm.dtype.type
-    # The result for a leaf without groups.
-    empty = _Row(*map(dtype, (0, jnp.inf, 1, 0, 0, -1)))
-    row = lax.reduce(lax.stop_gradient(groups), empty, _worse, (1,))
-    return row._replace(clipped=row.clipped / max(groups.norm.shape[1], 1))
-
-
 def _worse(one: _Row, other: _Row) -> _Row:
-    """The worse of two groups, how many of them were clipped, and whether one is not finite."""
-    # Of equal scores the larger norm wins, so that the order of groups does not matter.
+    """Selects the worse of two groups, and combines their flags."""
+    # The larger norm wins if scores are equal, so the result does not depend on the order.
     is_worse = (one.score > other.score) | ((one.score == other.score) & (one.norm >= other.norm))
-    # With the policy "mask", a group with bad entries need not be the worst.
+    # With the policy "mask", a group with non-finite elements need not be the worst.
     return jax.tree.map(functools.partial(lax.select, is_worse), one, other)._replace(
         clipped=one.clipped + other.clipped, nonfinite=jnp.maximum(one.nonfinite, other.nonfinite)
     )

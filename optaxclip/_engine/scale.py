@@ -1,12 +1,14 @@
-"""Scale: takes a leaf and its group's multiplier, and gives the leaf, rounded once.
+"""Scaling: computes multipliers from norms and thresholds, and multiplies leaves by them.
 
-in   a leaf `[...]`, and a `Multiplier` of the shape of the axes over which it was not reduced
-out  the leaf, in its own dtype and weak type
+  norms, triggers, targets f32[groups]  ->  Multiplier f32[groups]
+  leaf [...], Multiplier of the shape of the axes that were not reduced  ->  leaf [...]
+
+Leaves are rounded once and keep their dtype and weak type.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import chex
 import jax
@@ -14,13 +16,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optaxclip._backend.elementwise import (
+    divide_each,
     map_stored_values,
     scale_and_round,
     select_keep_subnormals,
 )
-from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
+    custom_jvp,
     expand_dims_at,
     floor_pow2_unclamped,
     map_real_imag,
@@ -30,6 +33,114 @@ from optaxclip._base.numerics import (
     reciprocal_pow2,
     select,
 )
+from optaxclip._base.types import NonFinite
+from optaxclip._engine.measure import ScaledNorms
+from optaxclip.responses import Response
+
+
+class Multiplier(NamedTuple):
+    """Factors of groups as products of two numbers, because they may leave the range of the dtype.
+
+    If both numbers are 1, the group is returned unchanged.
+
+    Attributes:
+      power: Nearly always 1. If the factor or its derivative would not be a normal number, it is a
+        power of two near the reciprocal of the norm.
+      ratio: The rest of the factor. It is NaN or 0 for non-finite groups.
+    """
+
+    power: Array
+    ratio: Array
+
+    @property
+    def factor(self) -> Array:
+        """The product."""
+        return self.power * self.ratio
+
+
+@runtime_checkable
+class ExactFactor(Protocol):
+    """A response that also computes factors.
+
+    They are used instead of quotients of norms, unless a factor or its derivative is not a normal
+    number.
+    """
+
+    def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
+        """Returns the factors in the shape of the norms."""
+        ...
+
+
+# Jitted so that norms of equal shapes share one trace.
+@functools.partial(jax.jit, static_argnames=("response", "nonfinite", "strict"))
+def compute_multiplier(
+    measured: ScaledNorms,
+    trigger: Array,
+    target: Array,
+    *,
+    response: Response,
+    nonfinite: NonFinite,
+    strict: bool,
+) -> Multiplier:
+    """Computes the multipliers of groups from their norms and thresholds.
+
+    Args:
+      measured: The norms.
+      trigger: The norms above which groups are changed.
+      target: The norms to reach. Groups with an infinite target are unchanged.
+      response: Computes the new norms from these three arrays. For non-finite groups and groups
+        with an infinite target, it receives ones.
+      nonfinite: The policy for groups with non-finite norms.
+      strict: If True, rounding does not increase a group above its new norm. `measured` must then
+        contain upper bounds.
+    """
+    chex.assert_equal_shape([*measured, trigger, target])
+    norm = measured.upper_bound if strict else measured.norm
+    is_bad = ~jnp.isfinite(norm)
+    is_active = ~is_bad & ~jnp.isinf(target)  # bool[groups]
+
+    def where_active(x: Array) -> Array:
+        # Derivatives must be finite even in branches that are not selected.
+        return jnp.where(is_active, x.astype(norm.dtype), 1.0)
+
+    old = where_active(norm)
+    trigger, target = where_active(trigger), where_active(target)
+    replacement = 0.0 if nonfinite == "zero" else jnp.nan
+    safety_factor = 1 - _NUM_ROUNDINGS * float(jnp.finfo(norm.dtype).eps) / 2 if strict else 1
+    new = jnp.asarray(response(old, trigger, target)).astype(norm.dtype)  # f32[groups]
+    # Groups of zeros remain zero for all thresholds except NaN.
+    is_changed = is_active & (new != old) & ((old != 0) | jnp.isnan(new))
+    quotient = new * safety_factor / where_active(measured.divisor)
+    ratio = jnp.where(is_changed, quotient, 1)
+    size = lax.stop_gradient(jnp.where(is_changed, measured.scale, 1))
+    inverse_size = reciprocal_pow2(size)
+    factor = jnp.abs(ratio * inverse_size)  # f32[groups]
+    # The derivative of the factor is about as large as factor / norm. Both must be normal numbers.
+    is_normal = (factor > _MIN_FACTOR) & (factor < 1 / _MIN_FACTOR)
+    slope = factor * inverse_size
+    is_normal &= (slope > _MIN_FACTOR) & (slope < 1 / _MIN_FACTOR)
+    # The size is constant in derivatives, because it cancels in the factor.
+    unit = size
+    if isinstance(response, ExactFactor):
+        exact = where_active(response.factor(old, trigger, target))
+        exact = jnp.where(exact == 1, exact, exact * safety_factor)
+        ratio, unit = jnp.where(is_normal, exact, ratio), jnp.ones_like(size)
+    # Divisions are the last operations, because XLA stores their results, but repeats cheaper
+    # operations, such as products with a reciprocal, for each leaf (as of JAX 0.10.2).
+    dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
+    divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, unit, 1))
+    power, ratio = divide_each(dividends, divisors)
+    return Multiplier(power, ratio)
+
+
+_NUM_ROUNDINGS = 7
+"""An upper bound on the roundings from a norm to an element, each by at most half an epsilon.
+
+It has enough margin for clipping twice.
+"""
+
+_MIN_FACTOR = 2.0**-120
+"""Factors from this number to its reciprocal are normal numbers in float32."""
 
 
 def scale(
@@ -40,16 +151,16 @@ def scale(
     strict: bool,
     zero_nonfinite: bool = False,
 ) -> Any:
-    """A leaf times its group's multiplier.
+    """Multiplies a leaf by the multiplier of its group.
 
     Args:
-      leaf: a floating or complex array, or a `BCOO`, whose data is scaled.
-      multiplier: the two fields of the group's multiplier, in a sequence or stacked in one array; if both
-        are 1, entries stay as they are. If there is a third array, entries stay if their modulus is
-        at most its value, and only these.
-      axes: the leaf's axes that the multiplier lacks.
-      strict: whether rounding to a narrow dtype may only lower an entry's modulus.
-      zero_nonfinite: whether a ratio of 0 makes entries 0 even if they are not finite.
+      leaf: A floating-point or complex array, or a `BCOO`, whose stored values are multiplied.
+      multiplier: The two fields of a `Multiplier`, in a sequence or stacked in an array. If both
+        are 1, elements are unchanged. If there is a third array, only elements are unchanged whose
+        absolute value is at most the value in that array.
+      axes: The axes of the leaf that the multiplier lacks.
+      strict: If True, rounding to a narrow dtype does not increase absolute values.
+      zero_nonfinite: If True, a ratio of 0 sets elements to 0 even if they are non-finite.
     """
     return map_stored_values(
         functools.partial(_scale_leaf, by=multiplier, strict=strict, zero_nonfinite=zero_nonfinite),
@@ -58,7 +169,7 @@ def scale(
     )
 
 
-# A compiled function of its own, so that it is traced once for leaves that are alike.
+# Jitted so that leaves with equal shapes and dtypes share one trace.
 @functools.partial(jax.jit, static_argnames=("axes", "strict", "zero_nonfinite"))
 def _scale_leaf(
     x: Array,
@@ -68,37 +179,35 @@ def _scale_leaf(
     strict: bool,
     zero_nonfinite: bool,
 ) -> Array:
-    columns = list(by)
+    columns = list(by)  # 2 or 3 x f32[...] without `axes`
     chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))
-    power, ratio, *above = [expand_dims_at(column, axes) for column in columns]
-    of_part = functools.partial(
+    power, ratio, *max_unchanged = [expand_dims_at(column, axes) for column in columns]
+    scale_part = functools.partial(
         scale_and_round,
         power=power,
         ratio=ratio,
         strict=strict,
         default_kernel=_multiply_in_float32,
     )
-    scaled = map_real_imag(of_part, x)
+    scaled = map_real_imag(scale_part, x)  # [...], like x
     if zero_nonfinite:
         scaled = select_keep_subnormals(ratio == 0, jnp.zeros_like(scaled), scaled)
-    # Entries that stay are selected: a product with 1 may flush subnormal numbers to 0.
-    stays = _is_unchanged(x, power, ratio, above[0] if above else None)
-    return match_weak_type(select_keep_subnormals(stays, x, scaled), x)
-
-
-def _is_unchanged(x: Array, power: Array, ratio: Array, above: Array | None) -> Array:
-    """Which entries are left as they are; one flag if it is the same for all."""
-    if above is not None:
-        modulus, above = promote_dtypes([jnp.abs(x).astype(accumulation_dtype(x.dtype)), above])
-        return modulus <= above
-    # Not `(power == 1) & ...`, because operators are nested calls for each leaf (JAX 0.10.2).
-    one = power.dtype.type(1)
-    return lax.bitwise_and(lax.eq(power, one), lax.eq(ratio, one))
+    if max_unchanged:
+        modulus = jnp.abs(x).astype(accumulation_dtype(x.dtype))
+        modulus, bound = promote_dtypes([modulus, *max_unchanged])
+        is_unchanged = modulus <= bound  # bool[...]
+    else:
+        # `lax`, because operators are nested calls for each leaf (as of JAX 0.10.2).
+        one = power.dtype.type(1)
+        is_unchanged = lax.bitwise_and(lax.eq(power, one), lax.eq(ratio, one))  # bool[] or [...]
+    # A select, because a product with 1 may flush subnormal numbers to 0.
+    return match_weak_type(select_keep_subnormals(is_unchanged, x, scaled), x)
 
 
 def _multiply_in_float32(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
     wide, power, ratio = promote_dtypes([wide, power, ratio])
+    # The power first, because the product with it is exact.
     product = multiply(multiply(wide, power), ratio)
     if product.dtype == x.dtype:
         return product
@@ -107,23 +216,23 @@ def _multiply_in_float32(x: Array, power: Array, ratio: Array, *, strict: bool) 
 
 @custom_jvp(nondiff_argnums=(1,))
 def _round_toward_zero(x: Array, dtype: jnp.dtype) -> Array:
-    """Each entry rounded toward zero to a number of `dtype`, still in `x.dtype`.
+    """Rounds elements toward zero to numbers of `dtype`, without converting them.
 
-    Rounding to nearest, then lowering what became larger than the entry, would fail: in such a
-    comparison XLA takes an entry that was converted and converted back for the entry itself (on an
-    H100 with JAX 0.11.2). The derivative is that of the identity, as for any rounding in JAX.
+    Rounding to nearest, and then decreasing elements that became larger, would be wrong. In such a
+    comparison, XLA replaces an element that is converted back and forth by the element itself (on
+    an H100, as of JAX 0.11.2). The derivative is the identity, as for other roundings in JAX.
     """
     info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
     if info.nexp == wide.nexp:
-        # Both dtypes have the same exponents, even for subnormal numbers: the last bits are cut.
+        # Both dtypes have the same exponents, even for subnormal numbers. Set the last bits to 0.
         integer = jnp.dtype(f"uint{wide.bits}").type
-        kept = integer(2**wide.bits - 2 ** (wide.nmant - info.nmant))
-        cut = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & kept, x.dtype)
+        mask = integer(2**wide.bits - 2 ** (wide.nmant - info.nmant))
+        rounded = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & mask, x.dtype)
     else:
         smallest, largest = x.dtype.type(info.smallest_normal), x.dtype.type(info.max)
         unit = jnp.maximum(floor_pow2_unclamped(jnp.abs(x)), smallest) * float(info.eps)
-        cut = lax.clamp(-largest, jnp.trunc(x * reciprocal_pow2(unit)) * unit, largest)
-    return select(lax.is_finite(x), cut, x)
+        rounded = lax.clamp(-largest, jnp.trunc(x * reciprocal_pow2(unit)) * unit, largest)
+    return select(lax.is_finite(x), rounded, x)
 
 
 @_round_toward_zero.defjvp

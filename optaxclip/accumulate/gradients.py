@@ -28,7 +28,9 @@ from optaxclip.thresholds.constant import ScalarOrSchedule
 
 
 @validate_call(
-    num_microbatches="pass microbatch_size=, the number of examples divided by num_microbatches"
+    replacements={
+        "num_microbatches": "microbatch_size=, the number of examples divided by num_microbatches"
+    }
 )
 def value_and_grad(
     loss_fn: Callable[..., Any],

@@ -15,10 +15,10 @@ from optaxclip._base.numerics import saturating_cast
 from optaxclip._base.state import StaticNames, check_state, register_state, safe_increment
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, Path, PyTree
-from optaxclip._base.validation import check_int
-from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._base.validation import check_int, validate_call
+from optaxclip._engine.clip import compute_norms
+from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import make_plan
-from optaxclip._engine.step import compute_norms
 from optaxclip.monitor._find_states import (
     check_ring_buffer,
     deduplicate,
@@ -83,7 +83,8 @@ class EventsState(NamedTuple):
         )
 
 
-@clip_factory(ShardingOptions)
+@validate_call(transformation=True)
+@document_options(ShardingOptions)
 def events(
     inner: optax.GradientTransformation,
     window: int = 1000,

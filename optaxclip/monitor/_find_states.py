@@ -208,7 +208,7 @@ def check_ring_buffer(ring: Any, shape: tuple[int, ...], name: str, made_by: str
         before, now = (f"the last {x[0]} steps as {[*x]}" for x in (held, shape))
         raise ValueError(
             f"{name}: the state was made by {made_by}: it keeps {before}, and kept here are {now}. "
-            f"Pass the window and the scope, or the clips, that it was made with. {REINIT_HINT}"
+            f"Pass the window and the scope, or the clips, that it was made with; {REINIT_HINT}"
         )
 
 

@@ -33,9 +33,9 @@ from optaxclip._base.state import (
 )
 from optaxclip._base.trees import FlatTree, dtype_of, flatten
 from optaxclip._base.types import PyTree
-from optaxclip._base.validation import check_choice, check_int
+from optaxclip._base.validation import check_choice, check_int, validate_call
 from optaxclip._engine.exponent_histogram import compute_group_histograms
-from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import Plan, get_param_leaves, make_plan
 from optaxclip.monitor._find_states import (
     check_not_vmapped,
@@ -222,7 +222,8 @@ class HistogramState(NamedTuple):
         return self._replace(steps=safe_increment(self.steps, skip))
 
 
-@clip_factory(ShardingOptions)
+@validate_call(transformation=True)
+@document_options(ShardingOptions)
 def histogram(
     every: int = 100,
     *,
@@ -308,7 +309,7 @@ def histogram(
         if norm_dtype(map(dtype_of, leaves)) == jnp.float64 and not wide:
             raise ValueError(
                 f"{name}: the {of} have float64 leaves, and the params given to init had none. "
-                f"Call init with params of the dtypes that are counted. {REINIT_HINT}"
+                f"Call init with params of the dtypes that are counted; {REINIT_HINT}"
             )
         steps, counted, counts = _write_counts(
             state.steps,

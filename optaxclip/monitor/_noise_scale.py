@@ -11,7 +11,7 @@ from optaxclip._backend.global_view import Transformation, transformation
 from optaxclip._base.numerics import select
 from optaxclip._base.state import StaticNames, check_state, register_state, safe_increment
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip._base.validation import check_name, transformation_factory
+from optaxclip._base.validation import check_name, validate_call
 from optaxclip.thresholds.adaptive import cast_to_float32
 from optaxclip.thresholds.rule import check_decay
 
@@ -66,7 +66,7 @@ def scale_of(steps: Any, signal: Any, variance: Any) -> Any:
     return xp.where(steps > 0, xp.maximum(ratio, 0), xp.nan)
 
 
-@transformation_factory()
+@validate_call(transformation=True)
 def noise_scale(
     decay: ArrayLike = 0.99, *, name: str = "noise_scale"
 ) -> Transformation[NoiseScaleState]:

@@ -21,8 +21,8 @@ from optaxclip._base.state import (
 )
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
-from optaxclip._base.validation import check_bool, check_int, did_you_mean
-from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._base.validation import check_bool, check_int, did_you_mean, validate_call
+from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import make_plan
 from optaxclip.monitor._find_states import check_ring_buffer
 from optaxclip.monitor._statistics import STATISTICS, compute_statistics
@@ -65,9 +65,10 @@ class RecordState(NamedTuple):
         return self._replace(steps=steps, num_skipped=num_skipped, last=last, ring=ring)
 
 
-@clip_factory(
-    ShardingOptions, instead={"per_leaf": "scope=scopes.leaf()", "ratio": "stats='ratio'"}
+@validate_call(
+    transformation=True, replacements={"per_leaf": "scope=scopes.leaf()", "ratio": "stats='ratio'"}
 )
+@document_options(ShardingOptions)
 def record(
     window: int = 1000,
     *,
@@ -172,7 +173,7 @@ def record(
         if sorted(state.last) != list(keys):
             raise ValueError(
                 f"{name}: the state was made by another record: it holds the statistics "
-                f"{sorted(state.last)}, and this record keeps {list(keys)}. {REINIT_HINT}"
+                f"{sorted(state.last)}, and this record keeps {list(keys)}; {REINIT_HINT}"
             )
         absent = None
         if loss:

@@ -16,7 +16,7 @@ from optaxclip._base.numerics import is_real
 from optaxclip._base.state import check_state, copy_arrays, register_state, safe_increment
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip._base.validation import check_called, check_choice, transformation_factory
+from optaxclip._base.validation import check_called, check_choice, validate_call
 from optaxclip._loss_arguments import get_batch_size
 from optaxclip.per_example._clip_sum import (
     ExampleClip,
@@ -55,7 +55,7 @@ class PerExampleState(NamedTuple):
     num_dropped: Array
 
 
-@transformation_factory("per_example.clip_sum(grads, 1.0)")
+@validate_call(transformation=True, one_shot_call="per_example.clip_sum(grads, 1.0)")
 def per_example_clip_and_aggregate(
     threshold: AggregateThreshold,
     noise_multiplier: ArrayLike,

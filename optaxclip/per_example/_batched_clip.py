@@ -19,9 +19,8 @@ from optaxclip._base.numerics import accumulation_dtype, split_complex
 from optaxclip._base.trees import Grouping
 from optaxclip._base.types import NormTree
 from optaxclip._engine.measure import ScaledNorms, measure
-from optaxclip._engine.multiplier import Multiplier, compute_multiplier
 from optaxclip._engine.plan import Plan
-from optaxclip._engine.scale import scale
+from optaxclip._engine.scale import Multiplier, compute_multiplier, scale
 from optaxclip.norms import l2
 from optaxclip.responses import Response
 

@@ -116,7 +116,9 @@ class ClippedGrad:
 
 
 @validate_call(
-    num_microbatches="pass microbatch_size=, how many examples are differentiated at once"
+    replacements={
+        "num_microbatches": "microbatch_size=, how many examples are differentiated at once"
+    }
 )
 def clipped_grad(
     loss_fn: Callable[..., Any],

@@ -65,7 +65,9 @@ class GradNorms:
 
 
 @validate_call(
-    num_microbatches="pass microbatch_size=, how many examples are differentiated at once"
+    replacements={
+        "num_microbatches": "microbatch_size=, how many examples are differentiated at once"
+    }
 )
 def grad_norms(
     loss_fn: Callable[..., Any],

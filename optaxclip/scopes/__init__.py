@@ -1,17 +1,17 @@
-"""Scopes: which entries share one norm.
+"""Scopes: the groups of elements that share a norm.
 
-A `Scope` is a function from a flattened tree to a `Grouping`: the names of the groups, the leaves
-of each group, and the axes of each leaf over which norms are taken.
+A `Scope` is a function from a flattened tree to a `Grouping`: the names and leaves of the groups,
+and the axes of the leaves over which norms are computed.
 
-  scope          | one norm for
+  scope          | groups
   ---------------|---------------------------------------------------------------
   `tree()`       | all leaves together
-  `group(labels)`| all leaves with the same label
-  `leaf()`       | each leaf; with `stacked`, each layer of a leaf that stacks layers
-  `axes(axes)`   | each slice of a leaf along these axes
-  `unit()`       | each output unit of a weight (Brock et al., 2021, arXiv 2102.06171)
-  `member()`     | each member of an ensemble that is stacked in one tree
-  `muon()`       | all leaves that `optax.contrib.muon` trains by Muon; a second for all others
+  `group(labels)`| leaves with the same label
+  `leaf()`       | single leaves, or with `stacked` single layers of stacked leaves
+  `axes(axes)`   | slices of leaves along these axes
+  `unit()`       | output units of a layer (Brock et al., 2021, arXiv 2102.06171)
+  `ensemble_member()` | members of an ensemble that is stacked in a tree
+  `muon()`       | the leaves that `optax.contrib.muon` trains with Muon, and all other leaves
 """
 
 from optaxclip._base.trees import FlatTree as FlatTree

@@ -1,4 +1,4 @@
-"""Scopes that divide leaves into slices along axes, or into the output units of weights."""
+"""Scopes over slices of leaves: axes, output units, ensemble members, and the leaves of Muon."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from optaxclip.scopes.leaves import (
 
 @validate_call()
 def axes(axes: int | Sequence[int]) -> Scope:
-    """One norm for each slice of a leaf along the given axes.
+    """Groups the slices of leaves along the given axes.
 
     Args:
-      axes: the axes over which a norm is taken; negative numbers count from the end.
+      axes: The axes over which norms are computed. Negative numbers count from the end.
 
     Raises:
-      ValueError: (when used) if a leaf lacks one of the axes.
-      TypeError: (when used) if an axis is not an int.
+      ValueError: If a leaf lacks one of the axes (in `init` and `update`).
+      TypeError: If an axis is not an int (in `init` and `update`).
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -56,11 +56,11 @@ def unit(
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     stacked: StackedAxes = 0,
 ) -> Scope:
-    """One norm for each output unit of a layer: for all weights that lead into that unit.
+    """Groups the parameters of output units of a layer.
 
-    The output axis of a weight must be the last one, as in Flax, Haiku and Keras. Pass `axis` for
-    weights `[out, in]`, as Equinox has, and for convolutions over one dimension, which are
-    `[width, in, out]`: the table would take these for other layers, without an error.
+    The output axis of a leaf must be the last one, as in Flax, Haiku and Keras. Pass `axis` for
+    leaves `[out, in]`, as in Equinox, and for 1D convolutions, which are `[width, in, out]`. Note
+    that the table would treat these as other layers, without an error.
 
       leaf                                       | axes of a norm
       -------------------------------------------|---------------------
@@ -70,13 +70,14 @@ def unit(
       convolution of rank 5                      | 0, 1, 2, 3
 
     Args:
-      axis: the axes of a norm in place of those in the table, for every leaf; or
-        `fn(path, leaf) -> axes`, with None for those in the table.
-      stacked: the number of leading stacked axes, as in `leaf`; the axes in the table and in `axis`
-        are counted from the first axis behind these.
+      axis: The axes of a norm instead of the axes in the table, for all leaves, or
+        `fn(path, leaf) -> axes`, which can return None to use the table. By default, the table is
+        used.
+      stacked: The number of leading stacked axes, as in `leaf`. The axes in the table and in `axis`
+        are counted from the first axis after these.
 
     Raises:
-      ValueError: (when used) for a leaf of another rank without `axis`; the message names its path.
+      ValueError: If a leaf has another rank and `axis` is not passed (in `init` and `update`).
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -91,15 +92,16 @@ def unit(
     def assign(flat: FlatTree) -> Grouping:
         counts = count_stacked_axes(stacked, flat)
         reduced = []
-        whole_shapes = flat.global_shapes or [()] * len(counts)
+        global_shapes = flat.global_shapes or [()] * len(counts)
         rows = zip(
-            flat.names(), flat.inexact_leaves(), flat.shapes(), whole_shapes, counts, strict=True
+            flat.names(), flat.inexact_leaves(), flat.shapes(), global_shapes, counts, strict=True
         )
-        for name, leaf, shape, whole_shape, skip in rows:
+        for name, leaf, shape, global_shape, skip in rows:
+            # A layer without the stacked axes, as the table describes it.
             layer = jax.ShapeDtypeStruct(shape[skip:], np.float32)
             chosen = axis(name, leaf) if callable(axis) else axis
             if chosen is None:
-                chosen = _fan_in_axes(layer.shape, name, is_part=whole_shape is None)
+                chosen = _fan_in_axes(layer.shape, name, is_shard=global_shape is None)
             reduced.append(tuple(skip + a for a in _normalize_axes(chosen, layer, name)))
         return group_by_leaf(flat, tuple(reduced), "dict")
 
@@ -108,19 +110,21 @@ def unit(
 
 @validate_call()
 def ensemble_member(axis: int = 0) -> Scope:
-    """One norm for each member of an ensemble: for each index of one axis, over all leaves.
+    """Groups the members of an ensemble, which are the indices of an axis in all leaves.
 
-    An ensemble, or several seeds, may be stacked in one tree, `[members, ...]`. With one norm for
-    the whole tree, a member whose gradient explodes shrinks those of all others; here each member
-    is clipped by its own norm, as if `jax.vmap` were around the update. (A rule that compares
-    groups, `thresholds.adagc`, compares members.)
+    An ensemble, or several seeds, can be stacked in a tree, `[members, ...]`. With a single norm
+    for the whole tree, a member with an exploding gradient would shrink the gradients of all other
+    members. This scope clips members by their own norms, as with `jax.vmap` around the update.
+    Note that a rule that compares groups, such as `thresholds.adagc`, compares members.
 
     Args:
-      axis: the axis of the members, in every leaf; negative numbers count from the end.
+      axis: The axis of the members in all leaves. Defaults to 0. Negative numbers count from the
+        end.
 
     Raises:
-      ValueError: (when used) if a leaf lacks the axis, is sparse, or has another number of members.
-      TypeError: if the axis is not an int.
+      ValueError: If a leaf lacks the axis, is sparse, or has another number of members (in `init`
+        and `update`).
+      TypeError: If the axis is not an int.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -140,14 +144,19 @@ def ensemble_member(axis: int = 0) -> Scope:
             flat.names(), flat.inexact_leaves(), flat.shapes(), strict=True
         ):
             if is_sparse(leaf):
-                raise ValueError(f"the sparse leaf '{name}' cannot be divided into members")
+                raise ValueError(
+                    f"leaf '{name}' must be dense to have members, got a sparse array; pass "
+                    "leaf.todense()"
+                )
             (kept,) = _normalize_axes(axis, leaf, name)
-            reduced.append(tuple(k for k in range(len(shape)) if k != kept))
+            reduced.append(tuple(k for k in range(len(shape)) if k != kept))  # all other axes
             sizes[name] = shape[kept]
         if len(set(sizes.values())) > 1:
             raise ValueError(
-                f"each leaf must have as many members along axis {axis}, got {short_repr(sizes)}"
+                f"all leaves must have the same number of members along axis {axis}, got "
+                f"{short_repr(sizes)}"
             )
+        # A tree without leaves has no members.
         groups = ()
         for size in set(sizes.values()):
             names = tuple(name.removeprefix("/") for name in layer_names("", (size,)))
@@ -158,63 +167,67 @@ def ensemble_member(axis: int = 0) -> Scope:
 
 
 def _normalize_axes(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, ...]:
+    """Checks axes of a leaf, and converts them to sorted non-negative ints."""
     rank = np.ndim(leaf)
     try:
-        several: Any = axes if np.ndim(axes) else (axes,)
-        chosen = tuple(operator.index(axis) for axis in several)
+        sequence: Any = axes if np.ndim(axes) else (axes,)
+        chosen = tuple(operator.index(axis) for axis in sequence)
     except TypeError:
         raise TypeError(f"axes must be an int or a sequence of ints, got {axes!r}") from None
     if any(not -rank <= axis < rank for axis in chosen):
         raise ValueError(
-            f"axes {chosen} do not exist in leaf '{name}', which has shape {np.shape(leaf)}"
+            f"axes must be from {-rank} to {rank - 1} for leaf '{name}' of shape "
+            f"{np.shape(leaf)}, got {chosen}"
         )
     reduced = tuple(sorted({axis % rank for axis in chosen}))
     if is_sparse(leaf) and len(reduced) < rank:
         raise ValueError(
-            f"the sparse leaf '{name}' cannot be divided, so axes must be all {rank} of its axes, "
-            f"got {axes!r}; for a norm for each slice pass leaf.todense()"
+            f"axes must be all {rank} axes of the sparse leaf '{name}', got {axes!r}; pass "
+            "leaf.todense() for norms of slices"
         )
     return reduced
 
 
-def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_part: bool) -> tuple[int, ...]:
-    """The axes of a unit's norm, by the shape of its layer; of a part of it, if that is unknown."""
+def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[int, ...]:
+    """Returns the axes of the norms of units, from the shape of a layer, or of a shard of it."""
     rank = len(shape)
     num_long = sum(size != 1 for size in shape)
-    if is_part and rank > 1 and num_long <= 1:
+    if is_shard and rank > 1 and num_long <= 1:
         raise ValueError(
-            f"leaf '{name}' of shape {shape} may be one device's part of a larger leaf, and the "
-            "units depend on the shape of the whole leaf: pass specs= (a pytree of "
-            "PartitionSpec), or axis="
+            f"the shape of the whole leaf '{name}' must be known to find its units, got a possible "
+            f"shard of shape {shape}; pass specs= (a pytree of PartitionSpec) or axis="
         )
+    # Biases and the scales of normalization layers are a single unit.
     if num_long <= 1:
         return tuple(range(rank))
+    # Dense layers `[in, out]`, and attention projections `[in, heads, out]`.
     if rank in (2, 3):
         return (0,)
+    # Convolutions over two or three dimensions, `[..., in, out]`.
     if rank in (4, 5):
         return tuple(range(rank - 1))
     raise ValueError(
-        f"leaf '{name}' has rank {rank} (shape {shape}), and units are defined up to rank 5: pass "
-        "axis="
+        f"leaf '{name}' must have at most rank 5 to find its units, got rank {rank} (shape "
+        f"{shape}); pass axis="
     )
 
 
 @validate_call()
 def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
-    """Two norms: one for the leaves that `optax.contrib.muon` trains by Muon, one for all others.
+    """Groups the leaves that `optax.contrib.muon` trains with Muon, and all other leaves.
 
-    Muon's updates do not depend on the scale of its gradients, so these gradients should not count
-    in the norm by which Adam's gradients are clipped. Muon needs a threshold only against spikes, which
-    its momentum remembers for about a hundred steps; `docs/muon.md` has more.
+    Muon's updates do not depend on the scale of its gradients. Therefore, these gradients should
+    not be included in the norm by which Adam's gradients are clipped. Muon only needs a threshold
+    for spikes, which affect its momentum for about a hundred steps, see `docs/muon.md`.
 
     Args:
-      weight_dimension_numbers: the argument `muon_weight_dimension_numbers` of Muon: a pytree
+      weight_dimension_numbers: The argument `muon_weight_dimension_numbers` of Muon: a pytree
         prefix of the parameters, with `MuonDimensionNumbers` for leaves that Muon trains and None
-        for those that Adam trains; or a function from the parameters to such a prefix. If None,
-        Muon trains all matrices.
+        for leaves that Adam trains. You can also use a function from the parameters to such a
+        prefix. By default, Muon trains all matrices.
 
     Raises:
-      ValueError: (when used) if the dimension numbers do not fit the tree.
+      ValueError: If the dimension numbers do not match the tree (in `init` and `update`).
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -240,19 +253,19 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
 def muon_labels(
     weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None,
 ) -> Callable[[PyTree], PyTree]:
-    """A function that labels each leaf "muon" or "adam", by how `optax.contrib.muon` trains it.
+    """Returns a function that labels leaves by their optimizer in `optax.contrib.muon`.
 
-    The function may be passed to `optax.partition`. The scope `muon` has these labels.
+    You can pass the function to `optax.partition`. The scope `muon` uses the same labels.
 
     Args:
-      weight_dimension_numbers: as in `muon`.
+      weight_dimension_numbers: The dimension numbers of Muon, as in `muon`.
 
     Returns:
       A function from parameters, or a pytree with their structure and shapes, to a pytree of the
-      same structure with "muon" or "adam" for each leaf.
+      same structure with the leaves "muon" and "adam".
 
     Raises:
-      ValueError: (when used) if the dimension numbers do not fit the tree.
+      ValueError: If the dimension numbers do not match the tree (when the function is called).
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -261,32 +274,30 @@ def muon_labels(
       {'b': 'adam', 'layers': 'adam', 'w': 'muon'}
     """
 
+    def label_leaves(tree: PyTree, is_muon: Callable[[Any], bool]) -> PyTree:
+        return jax.tree.map(lambda x: "muon" if is_muon(x) else "adam", tree, is_leaf=is_sparse)
+
+    def label_branch(numbers: Any, branch: PyTree) -> PyTree:
+        if numbers is not None and not hasattr(numbers, "reduction_axis"):
+            raise ValueError(f"got {numbers!r}")
+        return label_leaves(branch, lambda _: numbers is not None)
+
     def label(params: PyTree) -> PyTree:
         chosen = weight_dimension_numbers
         if chosen is None:
-            return _labels(params, lambda leaf: np.ndim(leaf) == 2)
+            return label_leaves(params, lambda leaf: np.ndim(leaf) == 2)
         chosen = chosen(params) if is_function(chosen, params) else chosen
         try:
             return jax.tree.map(
-                lambda numbers, part: _labels(part, lambda _: _is_muon(numbers)),
+                label_branch,
                 chosen,
                 params,
                 is_leaf=lambda x: x is None or hasattr(x, "reduction_axis"),
             )
         except ValueError as error:
             raise ValueError(
-                "weight_dimension_numbers is not a pytree prefix of the parameters, with "
-                f"MuonDimensionNumbers or None for leaves: {error}"
+                "weight_dimension_numbers must be a pytree prefix of the parameters, with "
+                f"MuonDimensionNumbers or None as leaves, got an error: {error}"
             ) from None
 
     return label
-
-
-def _is_muon(numbers: Any) -> bool:
-    if numbers is None or hasattr(numbers, "reduction_axis"):
-        return numbers is not None
-    raise ValueError(f"got {numbers!r}")
-
-
-def _labels(tree: PyTree, is_muon: Callable[[Any], bool]) -> PyTree:
-    return jax.tree.map(lambda x: "muon" if is_muon(x) else "adam", tree, is_leaf=is_sparse)

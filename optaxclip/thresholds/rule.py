@@ -217,7 +217,7 @@ def _check_state(rule: ThresholdRule, state: PyTree, norms: Array, name: str) ->
     if _shapes(own) != _shapes(state):
         raise ValueError(
             f"{name}: the state was made by another threshold: it holds {_describe_state(state)}, and this threshold "
-            f"keeps {_describe_state(own)}. {REINIT_HINT}"
+            f"keeps {_describe_state(own)}; {REINIT_HINT}"
         )
 
 

@@ -17,13 +17,15 @@ import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._backend.global_view import Transformation
 from optaxclip._base.types import ArrayLike, ClipState
+from optaxclip._base.validation import validate_call
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import ClipOptions, NormOptions, clip_factory
+from optaxclip._engine.options import ClipOptions, NormOptions, document_options
 from optaxclip.thresholds.adaptive import DEFAULT_FLOOR, DEFAULT_PATIENCE
 from optaxclip.thresholds.averages import Option
 
 
-@clip_factory(ClipOptions, equivalent="clip_by(scopes.tree(), thresholds.zscore())")
+@validate_call(transformation=True)
+@document_options(ClipOptions)
 def zclip(
     *,
     alpha: ArrayLike = 0.97,
@@ -74,7 +76,8 @@ def zclip(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@clip_factory(NormOptions, equivalent="clip_by(scopes.leaf(), thresholds.adagc())")
+@validate_call(transformation=True)
+@document_options(NormOptions)
 def adagc(
     *,
     lambda_rel: ArrayLike = 1.04,
@@ -121,7 +124,8 @@ def adagc(
     return clip_by(scopes.leaf(), rule, **options)
 
 
-@clip_factory(ClipOptions, equivalent="clip_by(scopes.tree(), thresholds.quantile())")
+@validate_call(transformation=True)
+@document_options(ClipOptions)
 def clip_by_quantile(
     *,
     target: ArrayLike = 0.5,
@@ -158,7 +162,8 @@ def clip_by_quantile(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@clip_factory(NormOptions, equivalent="clip_by(scopes.leaf(), thresholds.ema(skip_steps=1))")
+@validate_call(transformation=True)
+@document_options(NormOptions)
 def clip_by_ema_norm(
     *,
     ratio: ArrayLike = 2.0,
@@ -195,10 +200,8 @@ def clip_by_ema_norm(
     return clip_by(scopes.leaf(), rule, **options)
 
 
-@clip_factory(
-    ClipOptions,
-    equivalent="clip_by(scopes.tree(), thresholds.percentile(10.0, inclusive=True, warmup_steps=0))",
-)
+@validate_call(transformation=True)
+@document_options(ClipOptions)
 def autoclip(
     percentile: ArrayLike = 10.0,
     window: int = 1000,
@@ -237,7 +240,8 @@ def autoclip(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@clip_factory(ClipOptions, equivalent="clip_by(scopes.tree(), thresholds.median())")
+@validate_call(transformation=True)
+@document_options(ClipOptions)
 def clip_by_median_norm(
     *,
     scale: ArrayLike = 2.0,
@@ -273,7 +277,8 @@ def clip_by_median_norm(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@clip_factory(ClipOptions, equivalent="clip_by(scopes.tree(), thresholds.window())")
+@validate_call(transformation=True)
+@document_options(ClipOptions)
 def clip_by_window_norm(
     *,
     num_std: ArrayLike = 3.0,

@@ -34,7 +34,7 @@ from optaxclip._base.trees import (
     leaf_name,
 )
 from optaxclip._base.types import ClipState, Path, PyTree
-from optaxclip._base.validation import check_bool, check_name, transformation_factory
+from optaxclip._base.validation import check_bool, check_name, validate_call
 from optaxclip._engine.clip import clip_by, fresh_if_none
 from optaxclip.thresholds.constant import ScalarOrSchedule, check_threshold
 
@@ -172,7 +172,7 @@ def _power(x: Array, powers: np.ndarray[Any, Any]) -> Array:
     return jnp.where(between | (x != 0) | (exponents == 0), power, 0)
 
 
-@transformation_factory()
+@validate_call(transformation=True)
 def clip_attention_logits(
     tau: ScalarOrSchedule = 100.0,
     *,

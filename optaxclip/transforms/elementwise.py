@@ -29,7 +29,7 @@ from optaxclip._base.trees import (
     replace_values,
 )
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip._base.validation import check_bool, short_repr, transformation_factory
+from optaxclip._base.validation import check_bool, short_repr, validate_call
 from optaxclip.thresholds.constant import ScalarOrSchedule, needs_state_message
 from optaxclip.thresholds.rule import check_schedule, check_threshold_value
 
@@ -47,9 +47,10 @@ class ClipByValueState(NamedTuple):
     steps: Array
 
 
-@transformation_factory(
-    "ops.clip_by_value(grads, -1.0, 1.0)",
-    too_many_hint=". For a bound on either side take clip_by_value(min_value, max_value)",
+@validate_call(
+    transformation=True,
+    one_shot_call="ops.clip_by_value(grads, -1.0, 1.0)",
+    too_many_hint=", or use clip_by_value(min_value, max_value) for two bounds",
 )
 def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[ClipByValueState]:
     """Clips each entry to `[-max_delta, max_delta]`, a complex one to the modulus `max_delta`.
@@ -87,7 +88,7 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
     return _clip_by_bounds(None, max_delta, ("max_delta", "max_delta"), record)
 
 
-@transformation_factory("ops.clip_by_value(grads, -1.0, 1.0)")
+@validate_call(transformation=True, one_shot_call="ops.clip_by_value(grads, -1.0, 1.0)")
 def clip_by_value(
     min_value: ScalarOrSchedule, max_value: ScalarOrSchedule, *, record: bool = True
 ) -> Transformation[ClipByValueState]:

@@ -27,8 +27,8 @@ from optaxclip._base.numerics import (
 from optaxclip._base.state import check_state, register_state, safe_increment
 from optaxclip._base.trees import dtype_of, flatten, get_stored_values, is_sparse, replace_values
 from optaxclip._base.types import ClipInfo, PyTree
-from optaxclip._base.validation import check_int_or_scalar, short_repr
-from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._base.validation import check_int_or_scalar, short_repr, validate_call
+from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip.transforms.skip import SkipState, check_inner, skip_wrapper
 
 
@@ -63,7 +63,8 @@ class _ScaleConfig(NamedTuple):
     maximum: Any
 
 
-@clip_factory(ShardingOptions)
+@validate_call(transformation=True)
+@document_options(ShardingOptions)
 def scale_loss(
     inner: optax.GradientTransformation,
     *,

@@ -10,18 +10,17 @@ import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._backend.global_view import Transformation
 from optaxclip._base.types import ArrayLike, ClipState, PyTree
-from optaxclip._base.validation import check_static
+from optaxclip._base.validation import check_static, validate_call
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import ClipOptions, NormOptions, RescaleOptions, clip_factory
+from optaxclip._engine.options import ClipOptions, NormOptions, RescaleOptions, document_options
 from optaxclip.thresholds.adaptive import DEFAULT_FLOOR
 from optaxclip.thresholds.constant import ScalarOrSchedule, ThresholdLike, check_threshold, relative
 
 
-@clip_factory(
-    RescaleOptions,
-    equivalent='clip_by(scopes.leaf(), 1.0, norm="rms")',
-    once='clip_tree(grads, 1.0, scope=scopes.leaf(), norm="rms")',
+@validate_call(
+    transformation=True, one_shot_call='clip_tree(grads, 1.0, scope=scopes.leaf(), norm="rms")'
 )
+@document_options(RescaleOptions)
 def clip_by_block_rms(
     threshold: ScalarOrSchedule,
     *,
@@ -60,9 +59,8 @@ def leaf_scope(stacked: PyTree | Callable[[str, Array], int] | None) -> scopes.S
     return scopes.leaf(0 if stacked is None else stacked)
 
 
-@clip_factory(
-    NormOptions, equivalent="clip_by(scopes.leaf(), 1.0)", once="ops.clip_by_norm(grads, 1.0)"
-)
+@validate_call(transformation=True, one_shot_call="ops.clip_by_norm(grads, 1.0)")
+@document_options(NormOptions)
 def clip_by_norm(
     max_norm: ScalarOrSchedule,
     axes: int | Sequence[int] | None = None,
@@ -89,11 +87,8 @@ def clip_by_norm(
     return clip_by(scope, threshold, **options)
 
 
-@clip_factory(
-    ClipOptions,
-    equivalent="clip_by(scopes.tree(), 1.0)",
-    once="ops.clip_by_global_norm(grads, 1.0)",
-)
+@validate_call(transformation=True, one_shot_call="ops.clip_by_global_norm(grads, 1.0)")
+@document_options(ClipOptions)
 def clip_by_global_norm(
     max_norm: ScalarOrSchedule, *, eps: float | None = None, **options: Unpack[ClipOptions]
 ) -> Transformation[ClipState]:
@@ -133,12 +128,12 @@ def clip_by_global_norm(
     )
 
 
-@clip_factory(
-    NormOptions,
-    equivalent="clip_by(scopes.unit(), thresholds.relative_to_params(0.01))",
-    once="clip_tree(grads, thresholds.relative_to_params(0.01), scope=scopes.unit(), "
+@validate_call(
+    transformation=True,
+    one_shot_call="clip_tree(grads, thresholds.relative_to_params(0.01), scope=scopes.unit(), "
     "params=params)",
 )
+@document_options(NormOptions)
 def adaptive_grad_clip(
     clipping: ScalarOrSchedule,
     eps: float = 1e-3,
@@ -185,11 +180,10 @@ def adaptive_grad_clip(
     return clip_by(scope, threshold, **options)
 
 
-@clip_factory(
-    NormOptions,
-    equivalent="clip_by(scopes.group(labels), 1.0)",
-    once="clip_tree(grads, 1.0, scope=scopes.group(labels))",
+@validate_call(
+    transformation=True, one_shot_call="clip_tree(grads, 1.0, scope=scopes.group(labels))"
 )
+@document_options(NormOptions)
 def clip_by_group_norm(
     max_norm: ThresholdLike,
     labels: PyTree | Callable[[str, Array], str],
@@ -221,11 +215,11 @@ def clip_by_group_norm(
     return clip_by(scope, threshold, **options)
 
 
-@clip_factory(
-    RescaleOptions,
-    equivalent='clip_by(scopes.tree(), 1.0, response="normalize")',
-    once='clip_tree(grads, 1.0, scope=scopes.tree(), response="normalize")',
+@validate_call(
+    transformation=True,
+    one_shot_call='clip_tree(grads, 1.0, scope=scopes.tree(), response="normalize")',
 )
+@document_options(RescaleOptions)
 def normalize_by_global_norm(
     norm: ScalarOrSchedule = 1.0,
     *,
@@ -250,10 +244,8 @@ def normalize_by_global_norm(
     return clip_by(scopes.tree(), threshold, response="normalize", known_norm=known_norm, **options)
 
 
-@clip_factory(
-    NormOptions,
-    equivalent='clip_by(scopes.leaf(), thresholds.mean_over_rms(), response="normalize")',
-)
+@validate_call(transformation=True)
+@document_options(NormOptions)
 def normalize_by_norm_history(
     *,
     mean_decay: ArrayLike = 0.7,

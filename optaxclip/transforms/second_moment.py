@@ -25,11 +25,10 @@ from optaxclip._base.numerics import (
 from optaxclip._base.state import check_state, register_state, safe_increment
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, replace_values
 from optaxclip._base.types import ArrayLike, ClipState, PyTree
-from optaxclip._base.validation import check_int, check_name, transformation_factory
-from optaxclip._engine.clip import make_clip
-from optaxclip._engine.multiplier import Multiplier
-from optaxclip._engine.options import Options, RescaleOptions, clip_factory
-from optaxclip._engine.step import ClipMethod
+from optaxclip._base.validation import check_int, check_name, validate_call
+from optaxclip._engine.clip import ClipMethod, make_clip
+from optaxclip._engine.options import Options, RescaleOptions, document_options
+from optaxclip._engine.scale import Multiplier
 from optaxclip.thresholds.adaptive import DEFAULT_FLOOR, check_minimum, check_range
 from optaxclip.thresholds.rule import check_threshold_value
 from optaxclip.transforms.elementwise import clamp_leaf
@@ -111,7 +110,8 @@ class SecondMomentState(NamedTuple):
     moments: PyTree
 
 
-@clip_factory(RescaleOptions)
+@validate_call(transformation=True)
+@document_options(RescaleOptions)
 def clip_by_moving_max(
     *,
     decay: ArrayLike = 0.999,
@@ -176,7 +176,7 @@ class _ClipElementsAbove(ClipMethod):
         return replace_values(leaf, super().apply(leaf.data, by, (), options))
 
 
-@transformation_factory()
+@validate_call(transformation=True)
 def clip_by_second_moment(
     *,
     threshold: ArrayLike = 5000.0,

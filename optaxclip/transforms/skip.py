@@ -22,12 +22,17 @@ from optaxclip._base.state import (
 )
 from optaxclip._base.trees import FlatTree, Group, Grouping, flatten
 from optaxclip._base.types import ClipInfo, PyTree, ThresholdRule
-from optaxclip._base.validation import check_choice, check_int_or_scalar, short_repr, warn
-from optaxclip._engine.clip import get_known_norm
-from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._base.validation import (
+    check_choice,
+    check_int_or_scalar,
+    short_repr,
+    validate_call,
+    warn,
+)
+from optaxclip._engine.clip import compute_norms, get_known_norm
+from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import make_plan
 from optaxclip._engine.record import initial_info
-from optaxclip._engine.step import compute_norms
 from optaxclip.norms import Norm
 from optaxclip.scopes import Scope
 from optaxclip.thresholds.constant import (
@@ -311,7 +316,8 @@ def _initial_loss(rule: ThresholdRule, name: str) -> LossState:
     return LossState(copy_arrays(rule.init(jnp.zeros(()))), info)
 
 
-@clip_factory(ShardingOptions)
+@validate_call(transformation=True)
+@document_options(ShardingOptions)
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     max_consecutive: int | None = None,
@@ -355,7 +361,8 @@ def skip_nonfinite(
     )
 
 
-@clip_factory(ShardingOptions)
+@validate_call(transformation=True)
+@document_options(ShardingOptions)
 def skip_above(
     inner: optax.GradientTransformation,
     threshold: ThresholdLike,

@@ -37,13 +37,12 @@ from optaxclip._base.numerics import (
 )
 from optaxclip._base.trees import is_sparse
 from optaxclip._base.types import ClipState, PyTree
-from optaxclip._base.validation import check_choice, check_int
-from optaxclip._engine.clip import make_clip
+from optaxclip._base.validation import check_choice, check_int, validate_call
+from optaxclip._engine.clip import ClipMethod, make_clip
 from optaxclip._engine.measure import ScaledNorms
-from optaxclip._engine.multiplier import Multiplier
-from optaxclip._engine.options import Options, TransformOptions, clip_factory
+from optaxclip._engine.options import Options, TransformOptions, document_options
 from optaxclip._engine.plan import Plan
-from optaxclip._engine.step import ClipMethod
+from optaxclip._engine.scale import Multiplier
 from optaxclip.responses import Response, clip, smooth
 from optaxclip.thresholds.constant import ThresholdLike, check_threshold
 from optaxclip.transforms.norm_clips import leaf_scope
@@ -236,7 +235,8 @@ def _matrix_product(x: Array, y: Array) -> Array:
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
-@clip_factory(TransformOptions)
+@validate_call(transformation=True)
+@document_options(TransformOptions)
 def clip_by_spectral_norm(
     threshold: ThresholdLike,
     mode: Mode = "soft",

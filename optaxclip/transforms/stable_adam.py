@@ -26,8 +26,9 @@ from optaxclip._base.numerics import (
 from optaxclip._base.state import check_state, register_state, safe_increment
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, ClipState, NonFinite, PyTree
+from optaxclip._base.validation import validate_call
 from optaxclip._engine.clip import make_clip
-from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import Plan, make_plan
 from optaxclip.thresholds.constant import ScalarOrSchedule, check_threshold
 from optaxclip.thresholds.rule import check_decay, check_threshold_value
@@ -52,7 +53,8 @@ class StableAdamState(NamedTuple):
     nu: PyTree
 
 
-@clip_factory(ShardingOptions)
+@validate_call(transformation=True)
+@document_options(ShardingOptions)
 def scale_by_stable_adam(
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.99,

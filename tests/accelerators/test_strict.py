@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from optaxclip._engine.multiplier import Multiplier
-from optaxclip._engine.scale import scale
+from optaxclip._engine.scale import Multiplier, scale
 
 
 @pytest.mark.parametrize("device", ["h100", "v5e"])

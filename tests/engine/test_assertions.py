@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 import optaxclip
+import optaxclip._engine.clip as step
 import optaxclip._engine.measure as measuring
 import optaxclip._engine.record as record
-import optaxclip._engine.step as step
 import optaxclip.accumulate.loop as loop
 import optaxclip.per_example._aggregate as aggregate
 import optaxclip.per_example._batched_clip as batched_clip

@@ -16,7 +16,8 @@ import optaxclip._backend.meshes as meshes_lib
 import optaxclip._backend.reductions as reductions
 from optaxclip import norms
 from optaxclip._backend.global_view import MeshSharding
-from optaxclip._engine.options import Options, ShardingOptions, clip_factory
+from optaxclip._base.validation import validate_call
+from optaxclip._engine.options import Options, ShardingOptions, document_options
 
 # Shape, summed axes, whether no axis may be split, and the shape of the partial sums.
 FOLDED = {
@@ -112,7 +113,8 @@ def test_where_leaves_lie_does_not_make_options_differ():
 def test_options_of_a_function_without_a_docstring():
     """As all are with `python -OO`."""
 
-    @clip_factory(ShardingOptions)
+    @validate_call(transformation=True)
+    @document_options(ShardingOptions)
     def made(window=3, **options):
         return window, options
 
@@ -121,7 +123,9 @@ def test_options_of_a_function_without_a_docstring():
     parameters = inspect.signature(made).parameters
     assert [*parameters] == ["window", "axis_name", "specs", "name"]
     assert [parameters[x].default for x in parameters] == [3, None, None, "made"]
-    with pytest.raises(TypeError, match=r"^made\(\) got an unexpected .*'strict'.* It takes \['wi"):
+    with pytest.raises(
+        TypeError, match=r"^made\(\) got an unexpected .*'strict'; use one of \['wi"
+    ):
         made(strict=True)
 
 

@@ -133,9 +133,13 @@ def test_members_along_another_axis(axis):
 
 
 WRONG = {
-    "other numbers": ({"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, 0, "as many members .* 'w': 2"),
-    "no axis": ({"w": jnp.ones((2, 3)), "b": jnp.ones(2)}, 1, r"axes .* leaf 'b', which has shape"),
-    "a scalar": ({"b": jnp.ones(())}, 0, "do not exist in leaf 'b'"),
+    "other numbers": (
+        {"w": jnp.ones((2, 3)), "b": jnp.ones(3)},
+        0,
+        "the same number of members .* 'w': 2",
+    ),
+    "no axis": ({"w": jnp.ones((2, 3)), "b": jnp.ones(2)}, 1, r"axes .* leaf 'b' of shape"),
+    "a scalar": ({"b": jnp.ones(())}, 0, "for leaf 'b' of shape"),
 }
 
 
@@ -159,7 +163,7 @@ def test_a_tree_without_leaves():
 
 def test_member_refuses_sparse_leaves():
     leaf = BCOO((jnp.ones(2), jnp.array([[0, 1], [1, 2]])), shape=(2, 3))
-    with pytest.raises(ValueError, match="the sparse leaf 'w' cannot be divided into members"):
+    with pytest.raises(ValueError, match="leaf 'w' must be dense to have members"):
         clip_by(scopes.ensemble_member(), 1.0).init({"w": leaf})
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from optaxclip import responses
 from optaxclip._engine.measure import ScaledNorms
-from optaxclip._engine.multiplier import compute_multiplier
-from optaxclip._engine.scale import _scale_leaf
+from optaxclip._engine.scale import _scale_leaf, compute_multiplier
 
 INF, NAN = np.inf, np.nan
 SLACK = 2.0**-20

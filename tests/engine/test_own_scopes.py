@@ -57,15 +57,19 @@ WRONG = {
     "a leaf too few": (
         scopes.Grouping((scopes.Group(("a",), (0,)),), WHOLE, "vector"),
         ValueError,
-        "each of the 2 measured leaves into one group",
+        "a group and the axes of the norm for each of the 2 measured leaves",
     ),
     "axes too few": (scopes.Grouping((ONE,), WHOLE[:1], "vector"), ValueError, "and 1 axes"),
     "an axis that is not there": (
         scopes.Grouping((ONE,), ((0, 1), (0,)), "vector"),
         ValueError,
-        "leaf 'x' of shape (3,) with norms over the axes (0, 1) does not fit",
+        "leaf 'x', which has shape (3,) and norms over the axes (0, 1), must have the shape",
     ),
-    "shape": (scopes.Grouping((ONE,), ((), (0,)), "vector"), ValueError, "does not fit its group"),
+    "shape": (
+        scopes.Grouping((ONE,), ((), (0,)), "vector"),
+        ValueError,
+        "must have the shape (3,), got ()",
+    ),
     "names": (
         scopes.Grouping((scopes.Group(("a", "b"), (0, 1)),), WHOLE, "vector"),
         ValueError,
@@ -74,7 +78,7 @@ WRONG = {
     "two in a scalar": (
         scopes.Grouping((scopes.Group(("a",), (0,)), scopes.Group(("b",), (1,))), WHOLE, "scalar"),
         ValueError,
-        '"scalar" is for one group, got 2',
+        'must have one group in the layout "scalar", got 2',
     ),
 }
 

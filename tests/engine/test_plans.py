@@ -123,8 +123,8 @@ def test_norms_are_products_that_hold_the_whole_range(from_above):
     np.testing.assert_array_equal(of_float32.mantissa, [0, 1.5, 1, INF])
     np.testing.assert_array_equal(of_float32.scale[:3], [1, 8, 4])
     np.testing.assert_array_equal(of_float32.divisor[:3], [1, 1.5, 1])
-    above = of_float32.from_above(0.25)
-    np.testing.assert_array_equal(above.bound, [0, 15, 5, INF])
+    above = of_float32.add_error_bound(0.25)
+    np.testing.assert_array_equal(above.upper_bound, [0, 15, 5, INF])
     np.testing.assert_array_equal(above.norm, of_float32.norm)
 
 
@@ -140,7 +140,7 @@ def test_layers_are_named_in_order():
     for counts in ({"v": 0, "w": 2}, {"w": np.int32(2)}, lambda name, leaf: 2 * (name == "w")):
         assert count_stacked_axes(counts, flat) == [0, 2]
     for wrong, said in ((2, r"from 0 to 1 for leaf 'v' .* got 2"), (-1, "'v' .* got -1")):
-        with pytest.raises(ValueError, match=f"^stacked must be the number of .*{said}"):
+        with pytest.raises(ValueError, match=f"^stacked must be a number of leading axes .*{said}"):
             count_stacked_axes(wrong, flat)
     with pytest.raises(ValueError, match=r"from 0 to 2 for leaf 'w' .* got 1\.0"):
         count_stacked_axes({"v": 0, "w": 1.0}, flat)

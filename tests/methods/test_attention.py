@@ -289,7 +289,7 @@ def test_errors_say_what_to_do(case):
 
 
 def test_a_state_in_the_place_of_the_updates():
-    said = "the updates are a ClipState, so the arguments are in another order"
+    said = "updates must be gradients, got a ClipState; call update"
     with pytest.raises(ValueError, match=f"^clip_attention_logits: {said}"):
         CLIP.update(CLIP.init(PARAMS), PARAMS, PARAMS)
 

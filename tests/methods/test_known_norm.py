@@ -65,7 +65,9 @@ def test_behind_accumulation_it_is_no_norm_of_the_mean():
 
 def test_an_error_says_where_it_cannot_be_used():
     by_leaf = optaxclip.clip_by(scopes.leaf(), 1.0, known_norm="grad_norm")
-    with pytest.raises(ValueError, match=r"but this clip has one norm per group: .* scopes\.tree"):
+    with pytest.raises(
+        ValueError, match=r"must be None for scopes with several groups, got .* scopes\.tree"
+    ):
         by_leaf.update(GRADS, by_leaf.init(GRADS), grad_norm=50.0)
-    with pytest.raises(ValueError, match="known_norm cannot be used with nonfinite='mask'"):
+    with pytest.raises(ValueError, match="known_norm must be None with nonfinite='mask'"):
         told(1.0, nonfinite="mask")

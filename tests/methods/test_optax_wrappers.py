@@ -99,7 +99,7 @@ def is_quick(case):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:updates. nothing is clipped, because no leaf has floating")
+@pytest.mark.filterwarnings("ignore:updates must have floating-point leaves")
 @pytest.mark.parametrize("file", slow_unless(lambda file: file not in LENGTHY, BEFORE))
 def test_with_a_clip_that_remembers_before_each_optimizer(file):
     assert not problems_of_file(file, is_quick, **with_before(remembering, BEFORE[file]))
@@ -107,7 +107,7 @@ def test_with_a_clip_that_remembers_before_each_optimizer(file):
 
 @pytest.mark.slow
 @pytest.mark.trainers
-@pytest.mark.filterwarnings("ignore:updates. nothing is clipped, because no leaf has floating")
+@pytest.mark.filterwarnings("ignore:updates must have floating-point leaves")
 @pytest.mark.parametrize("stage", [remembering, of_the_norm])
 @pytest.mark.parametrize("file", BEFORE | LONG)
 def test_the_long_ones_too(file, stage):

@@ -14,7 +14,7 @@ from optaxclip._backend.global_view import global_view
 from optaxclip._base.trees import FlatTree, Grouping
 from optaxclip._base.types import PyTree
 from optaxclip._engine.measure import ScaledNorms
-from optaxclip._engine.multiplier import Multiplier
+from optaxclip._engine.scale import Multiplier
 from optaxclip.per_example._batched_clip import (
     ClippedSums,
     arrange_example_norms,

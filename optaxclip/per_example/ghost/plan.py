@@ -16,7 +16,7 @@ import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.numerics import norm_dtype, reciprocal_pow2, static_size_or_none
 from optaxclip._base.trees import Grouping
 from optaxclip._engine.measure import ScaledNorms
-from optaxclip._engine.multiplier import Multiplier
+from optaxclip._engine.scale import Multiplier
 from optaxclip.per_example._batched_clip import compute_weighted_sums, sum_dtype
 from optaxclip.per_example.ghost.interpreter import ParamSlice, ParamTracker, Program, evaluate
 from optaxclip.per_example.ghost.norms import Estimate, NormTerm, bound_norms

@@ -18,7 +18,7 @@ import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._backend.elementwise import product_with_bfloat16
 from optaxclip._base.numerics import floor_pow2, reciprocal_pow2, static_size_or_none
-from optaxclip._engine.multiplier import Multiplier
+from optaxclip._engine.scale import Multiplier
 from optaxclip.per_example._batched_clip import sum_dtype
 from optaxclip.per_example.ghost.norms import (
     NormTerm,

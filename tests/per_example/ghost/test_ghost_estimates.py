@@ -184,9 +184,7 @@ def test_what_rounding_may_take_is_allowed_for(way, dtype):
         assert np.all(least >= proven), (name, least / proven)
         # Where nothing underflows, hardly more than that.
         assert np.all(least[:2] <= 1.1 * proven[:2]), (name, least / proven)
-    thresholds = np.minimum(
-        np.hypot(found.norm, found.cancellation_error) + found.off, found.total
-    )
+    thresholds = np.minimum(np.hypot(found.norm, found.cancellation_error) + found.off, found.total)
     np.testing.assert_allclose(bound.astype(float), thresholds.astype(float), rtol=1e-6)
 
 

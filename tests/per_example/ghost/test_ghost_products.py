@@ -13,7 +13,7 @@ from jax import lax
 from small_losses import CASES, planned
 
 import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
-from optaxclip._engine.multiplier import Multiplier
+from optaxclip._engine.scale import Multiplier
 from optaxclip.per_example.ghost.norms import _sum_rows_first
 from optaxclip.per_example.ghost.plan import Norms, add_materialized_gradients, differentiate
 from optaxclip.per_example.ghost.sites import BackpropResult
