@@ -178,8 +178,7 @@ def check_known_norm(norm: Any, argument: str, options: Options) -> Array:
     It may be negative or NaN.
     """
     given = jnp.asarray(check_threshold_value(norm, argument, allow_any_number=True))
-    shared = meshes.norm_axes(options.axis_names)
-    meshes.check_replicated(given, shared, f"{options.name}: {argument}")
+    meshes.check_replicated_scalar(given, options.axis_names, f"{options.name}: {argument}")
     return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)
 
 

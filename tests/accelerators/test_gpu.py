@@ -7,7 +7,7 @@ import jax
 import pytest
 from cases import slow_unless
 
-import optaxclip._backend.gpu as gpu
+import optaxclip._backend.kernels as kernels
 
 H100 = "h100"
 
