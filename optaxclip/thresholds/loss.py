@@ -46,7 +46,7 @@ def loss_from_extra_args(
             f"{argument} must be a scalar, the loss of the whole batch, got an array of shape "
             f"{jnp.shape(loss)}; pass its mean"
         )
-    meshes.check_replicated(loss, meshes.norm_axes(axis_names), f"{name}: {argument}")
+    meshes.check_replicated_scalar(loss, axis_names, f"{name}: {argument}")
     loss = jnp.asarray(loss)
     return loss.astype(jnp.float64 if loss.dtype == jnp.float64 else jnp.float32)
 

@@ -195,7 +195,7 @@ def update_rule(
         measured = meshes.tree_varying_axes((norms, param_norms))
         for threshold in thresholds:
             others = meshes.varying_axes(threshold) - measured
-            meshes.check_replicated(threshold, others, f"{name}: the threshold")
+            meshes.check_replicated_scalar(threshold, others, f"{name}: the threshold")
     if not any_sign:
         thresholds = Thresholds(
             *(jnp.where(threshold < 0, 0, threshold) for threshold in thresholds)

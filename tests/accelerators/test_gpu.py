@@ -7,8 +7,6 @@ import jax
 import pytest
 from cases import slow_unless
 
-import optaxclip._backend.gpu as gpu
-
 H100 = "h100"
 
 

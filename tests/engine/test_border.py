@@ -10,7 +10,7 @@ from cases import NEEDS_JAX_0_10_2
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import optaxclip._backend.gpu as gpu
+import optaxclip._backend.kernels as kernels
 import optaxclip._backend.memory as memory
 import optaxclip._backend.meshes as meshes_lib
 import optaxclip._backend.reductions as reductions
@@ -45,7 +45,7 @@ def test_partial_sums_of_columns(case):
     shape, axes, in_one_piece, expected = FOLDED[case]
     options = {"axes": [axes], "groups": [0], "norm": norms.l1, "in_one_piece": in_one_piece}
     leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    program = jax.make_jaxpr(lambda x: gpu.sums_in_float64([x], **options))(leaf)
+    program = jax.make_jaxpr(lambda x: kernels.GPU_SUMS.sums_in_float64([x], **options))(leaf)
     (inner,) = [eqn.params["jaxpr"] for eqn in program.eqns if "jaxpr" in eqn.params]
     sums = [eqn.invars[0].aval for eqn in inner.eqns if eqn.primitive.name == "reduce_sum"]
     assert sums[-1].shape == expected
@@ -55,9 +55,9 @@ def test_scales_of_sums_of_products():
     assert reductions.overflow_bound(jnp.float32) == 2.0 ** (40 - 126 + 23 + 2 * 88)
     assert reductions.scale_step(jnp.float64) == 2.0**704
     assert reductions.overflow_bound(jnp.float64) == np.finfo(np.float64).max / 2.0**40
-    assert reductions.prescale_factors(gpu.Norm("n", jnp.abs, jnp.add, degree=0), jnp.float32) == (
-        1.0,
-    )
+    assert reductions.prescale_factors(
+        norms.Norm("n", jnp.abs, jnp.add, degree=0), jnp.float32
+    ) == (1.0,)
 
 
 def test_the_names_in_specs():
