@@ -164,9 +164,9 @@ TYPE_ERRORS = {
         clip_by(TREE, 1.0, response=responses.clip_with_eps)
     ),
     "max_norm must be a number, a schedule or a rule, got the "
-    "function zclip of optaxclip": lambda: optaxclip.clip_by_norm(optaxclip.zclip),
-    "threshold must .* got a scope, which": lambda: clip_by(LEAF, TREE),
-    "threshold must .* got a scope": lambda: clip_by(LEAF, scopes.leaf),
+    "function zclip of optaxclip; pass": lambda: optaxclip.clip_by_norm(optaxclip.zclip),
+    "threshold must .* got a scope; pass the scope as the first": lambda: clip_by(LEAF, TREE),
+    "threshold must .* got a scope; pass": lambda: clip_by(LEAF, scopes.leaf),
     r"threshold must .* call it, as in thresholds\.zscore\(\)": lambda: clip_by(
         TREE, thresholds.zscore
     ),
@@ -177,9 +177,7 @@ TYPE_ERRORS = {
     r"loss_threshold .* thresholds\.window\(\)": lambda: skip_above(
         SGD, 1.0, loss_threshold=thresholds.window
     ),
-    r"got the name 'zscore': a rule is what thresholds\.zscore\(\.\.\.\) returns": lambda: clip_by(
-        LEAF, "zscore"
-    ),
+    r"got the name 'zscore'; use thresholds\.zscore\(\.\.\.\)$": lambda: clip_by(LEAF, "zscore"),
     r"stacked must not be a JAX array .* static_args=\('stacked',\)": lambda: (
         optaxclip.clip_by_block_rms(1.0, stacked=jnp.ones(2))
     ),
@@ -225,12 +223,12 @@ TYPE_ERRORS = {
 }
 VALUE_ERRORS = {
     "max_norm .* got -1.0; .* math.inf": lambda: clip_by_global_norm(-1.0),
-    r"shape \(2,\).* a dict from the": lambda: clip_by_global_norm(np.ones(2)),
-    "^mine: .* pass them": lambda: clip_tree(ONE, RELATIVE, scope=LEAF, name="mine"),
-    r"groups \['a'\], but the groups are \['b'\]: give one": lambda: clip_by(LEAF, {"a": 1.0}).init(
-        ONE
+    r"shape \(2,\); pass a dict from group names": lambda: clip_by_global_norm(np.ones(2)),
+    "^mine: params must .*, got None; call update": lambda: clip_tree(
+        ONE, RELATIVE, scope=LEAF, name="mine"
     ),
-    r"groups \['a', 'b'\], but the groups are \['b'\]: give one": lambda: clip_tree(
+    r"groups \['b'\], got \['a'\]; pass one": lambda: clip_by(LEAF, {"a": 1.0}).init(ONE),
+    r"groups \['b'\], got \['a', 'b'\]; pass one": lambda: clip_tree(
         ONE, {"a": 1.0, "b": 1.0}, scope=LEAF
     ),
     r"clip_norm must be a scalar, got an array of shape \(2,\)$": lambda: ops.clip_by_norm(
@@ -278,18 +276,24 @@ VALUE_ERRORS = {
     "axes can be passed with clip_norm": lambda: cotangent(clip_value=1.0, axes=0),
     "nonfinite can be passed with": lambda: cotangent(clip_value=1.0, nonfinite="zero"),
     "axis_name, specs can be": lambda: cotangent(clip_value=1.0, axis_name="x", specs=jax.P()),
-    "^loss_threshold must not be NaN": lambda: skip_above(SGD, 1.0, loss_threshold=np.nan),
-    "^loss_threshold must be a scalar": lambda: skip_above(SGD, 1.0, loss_threshold=np.ones(2)),
-    "^loss_threshold must be a rule that allows negative numbers": lambda: skip_above(
-        SGD, 1.0, loss_threshold=thresholds.log_tracker()
+    "^loss_threshold must not be NaN, got nan; pass None": lambda: skip_above(
+        SGD, 1.0, loss_threshold=np.nan
     ),
-    "^loss_threshold cannot be relative": lambda: skip_above(SGD, 1.0, loss_threshold=RELATIVE),
+    "^loss_threshold must be a scalar": lambda: skip_above(SGD, 1.0, loss_threshold=np.ones(2)),
+    "^loss_threshold must be a rule that allows negative numbers, got log_tracker; use": lambda: (
+        skip_above(SGD, 1.0, loss_threshold=thresholds.log_tracker())
+    ),
+    "^loss_threshold must not be relative to the parameters, got a rule": lambda: skip_above(
+        SGD, 1.0, loss_threshold=RELATIVE
+    ),
     "^max_factor must be": lambda: responses.band(min_factor=2.0, max_factor=1.0),
     r"response must be one of .*'clip'.* got 'soft'": lambda: clip_by(TREE, 1.0, response="soft"),
     r"'a/0/w'.*rank 6.*axis=": lambda: scoped(scopes.unit(), {"a": [{"w": RANK_6}]}),
     r"'w'.*rank 6.*axis=": lambda: scoped(scopes.unit(stacked=1), {"w": RANK_6[None]}),
     r"layer/w.*rank 6.*axis=": lambda: AGC.init({"layer": {"w": RANK_6}}),
-    "^adaptive_grad_clip.*pass them": lambda: AGC.update(ONE, AGC.init(ONE)),
+    "^adaptive_grad_clip: params must .*, got None; call update": lambda: AGC.update(
+        ONE, AGC.init(ONE)
+    ),
     r"params must match.*'b'.*\(1,\).*\(3,\)": lambda: AGC.update(
         ONE, AGC.init(ONE), {"b": jnp.ones(3)}
     ),
@@ -305,7 +309,7 @@ VALUE_ERRORS = {
     ),
     r"axes \(0, -3\) do not exist in leaf 'w'": lambda: scoped(scopes.axes((0, -3))),
     r"axes \(1,\) do not exist in leaf 'w'": lambda: scoped(scopes.unit(axis=1, stacked=1)),
-    r"thresholds are given for the groups \['a'\].* \['tree'\]": lambda: clip_tree(
+    r"thresholds must be given for the groups \['tree'\], got \['a'\]": lambda: clip_tree(
         ONE, {"a": 1.0}, scope=TREE
     ),
     r"clip_by: .*\['b'\].*given to init did not": lambda: clip_by(LEAF, 1.0).update(ONE, STATE(W)),
@@ -315,11 +319,11 @@ VALUE_ERRORS = {
     "sparse leaf 'w' cannot be divided": lambda: scoped(scopes.unit(), {"w": SPARSE}),
     "the sparse leaf 'w' cannot be divided": lambda: scoped(scopes.axes(0), {"w": SPARSE}),
     "^the sparse leaf 'w' cannot be divided": lambda: scoped(scopes.leaf(stacked=1), {"w": SPARSE}),
-    r"given for the groups \['a', 'b'\], but the groups are": lambda: scoped(
+    r"given for the groups \['a'\], got \['a', 'b'\]": lambda: scoped(
         scopes.group({"w": "a"}), threshold={"a": 1.0, "b": thresholds.zscore()}
     ),
-    "threshold .*relative to the parameters": lambda: clip_by(LEAF, {"b": RELATIVE}).update(
-        ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)
+    "clip_by: params must be .* relative to the parameters, got None; call ": lambda: (
+        clip_by(LEAF, {"b": RELATIVE}).update(ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE))
     ),
     "'grad_norm' names an extra argument that the update was not given; pass": told,
     "was not given; pass it": lambda: told(grad_norm=None),
@@ -328,11 +332,11 @@ VALUE_ERRORS = {
     "was not given; pass it: update": lambda: told(skip_above, grad_norm=None),
     "^grad_norm must be a scalar, ": lambda: told(skip_above, grad_norm=jnp.ones(2)),
     r"b1 must be at least 0 and below 1, got 1.0": lambda: stable(b1=1.0),
-    r"b1 must be below 1 in float32 .* 0.99999994$": lambda: stable(b1=1 - 1e-9),
+    r"b1 must be below 1 in float32, got .*; use at most 0.99999994$": lambda: stable(b1=1 - 1e-9),
     "eps must not be negative": lambda: stable(eps=-1.0),
     "b2 must be at least 0": lambda: stable(b2=-0.1),
     "clipping_threshold must be a scalar": lambda: stable(clipping_threshold=jnp.ones(2)),
-    r"the updates have the leaves \['v'\]": lambda: SPAM.update(
+    r"the updates must have leaves of .*, got the other leaves \['v'\]; use": lambda: SPAM.update(
         {"w": jnp.ones(2), "v": jnp.ones(1)}, SPAM.init({"w": jnp.ones(2)})
     ),
     "state must be of type SecondMomentState": lambda: SPAM.update(ONE, optax.EmptyState()),

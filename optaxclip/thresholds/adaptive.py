@@ -1,7 +1,6 @@
 """The base of all rules that learn from past norms.
 
-Such a rule consists of a `Statistic` of the past norms and options that have the same meaning in all
-rules:
+Such a rule consists of a `Statistic` of the past norms and of options with a common meaning:
 
   option         | meaning
   ---------------|------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def adagc(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """Uses a small multiple of the moving average of the clipped norms as the threshold, as in AdaGC.
+    """Uses a small multiple of the moving average of the clipped norms, as in AdaGC.
 
     During the warmup, all groups are multiplied by `min(lambda_abs / global norm, 1)`, and the
     average of a group is initialized with the smallest of its resulting norms. The defaults are the

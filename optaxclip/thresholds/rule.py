@@ -1,7 +1,7 @@
 """Checks thresholds and evaluates threshold rules.
 
-`check_threshold_value`, `check_decay`, `check_precision`, `check_not_component` and `check_schedule`
-check the numbers and functions that users pass. `update_rule` evaluates a rule in an update.
+The `check_*` functions check the numbers and functions that users pass. `update_rule` evaluates a
+rule in an update.
 """
 
 import difflib

@@ -290,7 +290,7 @@ class _PeriodicMedian:
         # The norm of step 0 is never included.
         is_filled = ((slots > 0) & (slots <= count[None])) | (count >= self.window)[None]
         number = jnp.minimum(count, self.window)
-        # As in icefall, the index of the median is an even number.
+        # This is the second quartile of icefall.
         middle = jnp.clip(number // 4 * 2, 0, jnp.maximum(number - 1, 0))
         median = _take(jnp.sort(jnp.where(is_filled, ring, jnp.inf), axis=0), middle)  # [groups]
         threshold = signed_multiple(settings, median)

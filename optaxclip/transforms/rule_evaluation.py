@@ -1,4 +1,4 @@
-"""Judges a number by a threshold rule, and selects what a step keeps after the judgement."""
+"""Compares a number with a threshold rule, and selects the state after a skipped step."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,15 @@ from optaxclip.thresholds.rule import update_rule
 
 
 class RuleResult(NamedTuple):
-    """A number `[]`, its threshold, the rule's next state, and what is wrong with the number."""
+    """A number, its threshold and the next state of the rule.
+
+    Attributes:
+      number: The number, [].
+      threshold: The threshold, [].
+      rule_state: The next state of the rule.
+      is_above: bool[], True if the number is finite and above the threshold.
+      is_bad: bool[], True if the number is non-finite.
+    """
 
     number: Array
     threshold: Array
@@ -27,18 +35,19 @@ class RuleResult(NamedTuple):
 
     @property
     def should_skip(self) -> Array:
-        """Whether the number is a reason to skip the step."""
+        """True if the number is a reason to skip the step."""
         return self.is_above | self.is_bad
 
     def find_offending(self, parts: Array) -> Array:
-        """Which parts are the reason to skip, from the norm of each part."""
+        """Returns flags for the parts that are the reason to skip, from the norms of the parts."""
         is_above = parts > self.threshold.astype(parts.dtype)
         is_largest = parts == jnp.max(parts, initial=0)
-        is_above = jnp.where(jnp.any(is_above), is_above, is_largest)
+        # If no part is above the threshold, the largest part is the reason.
+        is_above = jnp.where(jnp.any(is_above), is_above, is_largest)  # bool[parts]
         return jnp.where(self.is_bad, ~jnp.isfinite(parts), is_above & self.is_above)
 
     def update_info(self, info: ClipInfo, skip: Array) -> ClipInfo:
-        """The record after this step, which was skipped if `skip` is True."""
+        """Returns the record after this step, which was skipped if `skip` is True."""
         new = info._replace(
             norm=saturating_cast(self.number, info.norm.dtype),
             threshold=saturating_cast(self.threshold, info.threshold.dtype),
@@ -59,12 +68,12 @@ def evaluate_rule(
     *,
     any_sign: bool = False,
 ) -> RuleResult:
-    """Judges a number, such as a norm, by a rule in this state.
+    """Compares a number, such as a norm, with the threshold of a rule.
 
-    A rule that is relative to the parameters needs their norm. With `any_sign` the number is a
-    loss, whose threshold may be negative.
+    Rules that are relative to the parameters require `param_norm`. If `any_sign` is True, the
+    threshold can be negative, as for a loss.
     """
-    thresholds, state = _thresholds_of(
+    thresholds, state = _update_rule_globally(
         evaluate_schedules(rule, state), state, number, param_norm, name=name, any_sign=any_sign
     )
     is_finite = jnp.isfinite(number)
@@ -72,16 +81,14 @@ def evaluate_rule(
     return RuleResult(number, thresholds.trigger, state, is_above, ~is_finite)
 
 
-def _out_specs(rule: ThresholdRule, state: PyTree, *_: Any) -> tuple[PartitionSpec, PyTree]:
-    del rule
-    return PartitionSpec(), state
-
-
-_thresholds_of = global_view(out_like=_out_specs)(update_rule)
+# The thresholds are replicated scalars, and the new state is sharded like the old state.
+_update_rule_globally = global_view(out_like=lambda _, state, *__: (PartitionSpec(), state))(
+    update_rule
+)
 
 
 def tree_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
-    """`old` where `where` is True, else `new`, in the dtypes and structure of `new`."""
+    """Selects `old` where `where` is True and `new` elsewhere, with the structure of `new`."""
 
     def choose(y: Any, x: Any) -> Any:
         if getattr(y, "dtype", None) == jax.dtypes.float0:
@@ -94,11 +101,11 @@ def tree_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
 
 
 def tree_zero_where(where: Array, tree: PyTree) -> PyTree:
-    """Zeros where `where` is True, else the tree; PRNG keys and `float0` leaves stay."""
+    """Replaces leaves by zeros where `where` is True, except PRNG keys and `float0` leaves."""
     return jax.tree.map(lambda x: x if is_nonnumeric(x) else _zero_where(where, x), tree)
 
 
-# A compiled function of its own, so that it is traced once for leaves that are alike.
+# Jitted so that leaves with equal shapes and dtypes share one trace.
 @jax.jit
 def _zero_where(where: Array, x: Array) -> Array:
     return match_weak_type(select(where, 0, x), x)
@@ -107,12 +114,12 @@ def _zero_where(where: Array, x: Array) -> Array:
 @global_view(out_like="y")
 def _where(where: Array, x: Array, y: Array) -> Array:
     chosen = lax.select(where, x.astype(y.dtype), y)
-    # The weak type stays: if a state's type changed, the next step would be compiled again.
+    # The weak type is kept because a new type in the state would cause another compilation.
     return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
 
 
 def is_nonnumeric(x: Any) -> bool:
-    """Whether a leaf has no numbers to compute with: `float0` or a PRNG key."""
+    """Returns `True` for `float0` leaves and PRNG keys, which do not support arithmetic."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return False
