@@ -95,8 +95,8 @@ TYPE_ERRORS = {
     r"positional arguments \[\], got 1; pass by name \['threshold', 'decay'": lambda: (
         optaxclip.clip_by_second_moment(1.0)
     ),
-    r"^inner must be an Optax .* is the first argument; got ThresholdRule\(": lambda: skip_above(
-        thresholds.zscore(), SGD
+    r"^inner must be an Optax .*, got ThresholdRule\(.*; pass it as the first argument$": lambda: (
+        skip_above(thresholds.zscore(), SGD)
     ),
     r"max_consecutive must .*; of several .* optax\.chain\(clip, optimizer\)": lambda: (
         skip_nonfinite(optaxclip.zclip(), SGD)
@@ -199,7 +199,9 @@ TYPE_ERRORS = {
     "x must be a pytree of arrays; its leaf 'h' is '3'": lambda: ops.clip_cotangent(
         {"h": "3"}, clip_norm=1.0
     ),
-    "inner must be an Optax transformation.* 3$": lambda: skip_nonfinite(3),
+    "inner must be an Optax transformation.*, got 3; pass it as the first argument$": lambda: (
+        skip_nonfinite(3)
+    ),
     "inner must be an Optax transformation.* Dense": lambda: skip_nonfinite(nn.Dense(3)),
     r"^inner must be an Optax transformation such .* <function adam": lambda: skip_nonfinite(
         optax.adam
@@ -322,9 +324,9 @@ VALUE_ERRORS = {
     r"given for the groups \['a'\], got \['a', 'b'\]": lambda: scoped(
         scopes.group({"w": "a"}), threshold={"a": 1.0, "b": thresholds.zscore()}
     ),
-    "clip_by: params must be .* relative to the parameters, got None; call ": lambda: (
-        clip_by(LEAF, {"b": RELATIVE}).update(ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE))
-    ),
+    "clip_by: params must be .* relative to the parameters, got None; call ": lambda: clip_by(
+        LEAF, {"b": RELATIVE}
+    ).update(ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)),
     "'grad_norm' names an extra argument that the update was not given; pass": told,
     "was not given; pass it": lambda: told(grad_norm=None),
     "^grad_norm must be a scalar": lambda: told(grad_norm=jnp.ones(2)),

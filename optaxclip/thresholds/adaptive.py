@@ -197,6 +197,7 @@ def remove_floor(rule: ThresholdRule, argument: str) -> ThresholdRule:
     """
     if not isinstance(rule.update, Partial) or rule.update.func is not _update:
         return rule
+    # The arguments of the `Partial` that `adaptive` made.
     static, options, settings = rule.update.args
     if not getattr(static.statistic, "any_sign", False):
         raise ValueError(
@@ -238,17 +239,20 @@ def signed_multiple(number: Any, of: Array) -> Array:
     """
     number = cast_to_float32(number)
     infinite = jnp.isinf(number) | jnp.isinf(of)
+    # of + (number - 1) * abs(of) = (2 - number) * of for a negative `of`
     number = jnp.where(of < 0, 2 - number, number)
     return jnp.where(infinite, jnp.inf, jnp.where(infinite, 0, number) * jnp.where(infinite, 0, of))
 
 
 def select_tree(where: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Selects `new` where `where` is True and `old` elsewhere. Arrays may have trailing axes."""
+    """Selects `new` where `where` is True and `old` elsewhere. Arrays can have leading axes."""
+    # A statistic may have a leading axis for a window, [window, groups].
     return jax.tree.map(lambda x, y: jnp.where(jnp.broadcast_to(where, y.shape), x, y), new, old)
 
 
 def safe_hypot(x: Array, y: Array) -> Array:
     """Computes `sqrt(x**2 + y**2)` without overflow or underflow of the squares."""
+    # Division by a power of two near the larger number prevents overflow of the squares.
     unit = jax.lax.stop_gradient(floor_pow2(jnp.maximum(jnp.abs(x), jnp.abs(y))))
     x, y = (jnp.square(divide_by_pow2(part, unit)) for part in (x, y))
     return unit * safe_sqrt(x + y)
@@ -285,6 +289,7 @@ def _update(
     is_recorded = is_finite & (norm >= floor)
 
     def record(x: Array, where: Array) -> tuple[Array, PyTree]:
+        # Averages of infinite thresholds would stay infinite.
         x = jnp.clip(x, -largest, largest)
         observed = statistic.observe(settings, state.statistic, x, state.num_recorded)
         count = safe_increment(state.num_recorded, where, period=period)
@@ -301,7 +306,7 @@ def _update(
     )
     if static.reject:
         target = jnp.where(jnp.isinf(trigger), trigger, 0)
-    is_above = is_finite & (norm > trigger)
+    is_above = is_finite & (norm > trigger)  # bool[groups]
     # Non-finite norms leave the streak unchanged.
     streak = jnp.where(
         is_finite,
@@ -310,6 +315,7 @@ def _update(
     )
     if not static.inclusive:
         by_record = {"raw": norm, "clipped": target, "capped": trigger, "accepted": norm}
+        # After `patience` norms above the threshold, raw norms are recorded.
         patience_exhausted = jnp.zeros_like(is_recorded)
         if options.patience is not None:
             patience_exhausted = streak > options.patience

@@ -5,6 +5,7 @@ square and the squared mean would suffer from cancellation in float32.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -79,7 +80,8 @@ def ema(
       >>> print(thresholds.trigger)
       2.5
     """
-    same = target_decay is None and target_ratio is None
+    # The target equals the trigger if both have the same decay and ratio.
+    shares_average = target_decay is None and target_ratio is None
     settings = _EmaSettings(
         decay=check_range(decay, 0, 1, "decay", "; a multiple of the average is ratio="),
         ratio=check_minimum(ratio, 0, "ratio"),
@@ -92,7 +94,7 @@ def ema(
         skip_steps=check_minimum(skip_steps, 0, "skip_steps"),
     )
     return adaptive(
-        _Ema(check_bool(debias, "debias"), same),
+        _Ema(check_bool(debias, "debias"), shares_average),
         settings,
         record=record,
         inclusive=inclusive,
@@ -214,6 +216,18 @@ class _EmaSettings(NamedTuple):
     skip_steps: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class _TwoAverages:
+    """The base of statistics with two averages per group, which are initially zero."""
+
+    state_type: ClassVar[Callable[[Array, Array], Any]]
+
+    def init(self, settings: Any, like: Array) -> Any:
+        del settings
+        zeros = jnp.zeros(like.shape, jnp.float32)
+        return self.state_type(zeros, zeros)
+
+
 @register_state
 class _EmaState(NamedTuple):
     trigger: Array
@@ -221,15 +235,11 @@ class _EmaState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ema:
+class _Ema(_TwoAverages):
     any_sign: ClassVar[bool] = True
+    state_type = _EmaState
     debias: bool
     shares_average: bool
-
-    def init(self, settings: Any, like: Array) -> _EmaState:
-        del settings
-        zeros = jnp.zeros(like.shape, jnp.float32)
-        return _EmaState(zeros, zeros)
 
     def observe(
         self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array
@@ -247,6 +257,7 @@ class _Ema:
     ) -> Thresholds:
         # There is no average yet, so the first norm is compared with a multiple of itself.
         is_first = count <= settings.skip_steps
+        # f32[groups]
         trigger = signed_multiple(settings.ratio, jnp.where(is_first, norm, state.trigger))
         if self.shares_average:
             return Thresholds(trigger, trigger)
@@ -269,15 +280,11 @@ class Moments(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _ZScore:
+class _ZScore(_TwoAverages):
     any_sign: ClassVar[bool] = True
+    state_type = Moments
     option: Option
     debias: bool
-
-    def init(self, settings: Any, like: Array) -> Moments:
-        del settings
-        zeros = jnp.zeros(like.shape, jnp.float32)
-        return Moments(zeros, zeros)
 
     def observe(
         self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
@@ -286,20 +293,22 @@ class _ZScore:
             return update_moments(state, norm, ema_weight(settings.alpha, count, debias=True))
         # During the warmup, all norms have the same weight.
         plain = update_moments(state, norm, 1 / (count.astype(jnp.float32) + 1))
+        # After the warmup, the weight of a norm is `1 - alpha`.
         rest = 1 - cast_to_float32(settings.alpha)
         mean = lerp(state.mean, norm, rest)
         # As in the published code, the deviation is measured from the new mean.
         std = safe_hypot(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
+        # The first norm always initializes the mean, even without a warmup.
         is_warm = (count > 0) & (count >= settings.warmup_steps)
         return select_tree(is_warm, Moments(mean, std), plain)
 
     def compute_thresholds(
         self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
     ) -> Thresholds:
-        z_thresh, std = cast_to_float32(settings.z_thresh), state.std
+        z_thresh, std = cast_to_float32(settings.z_thresh), state.std  # [], [groups]
         # There is no threshold before the first recorded norm.
         distance = jnp.where(count == 0, jnp.inf, signed_multiple(z_thresh, std))
-        trigger = state.mean + distance
+        trigger = state.mean + distance  # f32[groups]
         if self.option == "percentile":
             return Thresholds(trigger, trigger)
         # The published code adds 1e-6 to the deviation, except for "percentile".
@@ -329,11 +338,8 @@ class _Averages(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _MeanOverRms:
-    def init(self, settings: _HistorySettings, like: Array) -> _Averages:
-        del settings
-        zeros = jnp.zeros(like.shape, jnp.float32)
-        return _Averages(zeros, zeros)
+class _MeanOverRms(_TwoAverages):
+    state_type = _Averages
 
     def observe(
         self, settings: _HistorySettings, state: _Averages, norm: Array, count: Array
@@ -350,6 +356,7 @@ class _MeanOverRms:
         self, settings: _HistorySettings, state: _Averages, norm: Array, count: Array
     ) -> Thresholds:
         del norm
+        # f32[groups]
         ratio = divide_no_nan(state.mean, state.rms + cast_to_float32(settings.eps), 0)
         target = jnp.where(count == 0, jnp.inf, ratio)
         return Thresholds(target, target)

@@ -111,6 +111,7 @@ def relative(ratio: ScalarOrSchedule, eps: ArrayLike, argument: str) -> Threshol
     else:
         ratio = check_threshold_value(ratio, argument, disabled_value="math.inf", schedule=True)
         inner = ThresholdRule(Partial(_init_empty), Partial(_update_constant, ratio))
+    # The inner rule computes the ratio, so its state is the state of this rule.
     update = Partial(_update_relative, inner.update, eps)
     return ThresholdRule(inner.init, update, uses_params=True)
 
@@ -189,6 +190,7 @@ def resolve_rule(
             f"thresholds must be given for the groups {names}, got {sorted(threshold)}; pass one "
             "threshold per group"
         )
+    # The rules cannot learn the names in `init`, because it only receives the norms.
     groups = StaticNames(tuple(names), tuple(shape for _, shape in entries))
     rules = {name: threshold[name] for name in names}
     return ThresholdRule(
@@ -203,6 +205,7 @@ def stateless_rule_state(threshold: ThresholdRule | dict[str, ThresholdRule], na
     is_dict = isinstance(threshold, dict)
     states = {}
     for group, rule in threshold.items() if is_dict else [("", threshold)]:
+        # Rules have the same structure for all shapes of norms, so any shape can be used.
         states[group] = jax.eval_shape(rule.init, jax.ShapeDtypeStruct((1,), jnp.float32))
         if jax.tree.leaves(states[group]):
             raise ValueError(needs_state_message(name))
@@ -295,6 +298,7 @@ def _update_relative(
     param_norms: Array,
 ) -> tuple[Thresholds, PyTree]:
     (ratio, _), state = inner(norms, state, None)  # f32[groups]
+    # f32[groups], in the dtype of the norms
     size = jnp.maximum(param_norms.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
     # An infinite ratio is replaced by 0 in the product, because the derivatives of both branches
     # of `where` must be finite.
@@ -330,6 +334,7 @@ def _update_by_name(
             f"the threshold of {name!r}",
         )
     if not norms.size:
+        # Trees without leaves have no thresholds, but their rules update their states.
         return Thresholds(norms, norms), new
     columns = [
         ravel_and_concatenate([by_name[name] for name in groups])  # f32[groups]

@@ -208,6 +208,7 @@ class _LogTracker:
         self, settings: _TrackerSettings, state: _TrackerState, norm: Array, count: Array
     ) -> _TrackerState:
         del count
+        # Norms are increased to at least 0.01, and larger norms are replaced by the threshold.
         capped = jnp.minimum(jnp.log1p(jnp.maximum(norm, 0.01)), _log_threshold(settings, state))
         rest = 1 - cast_to_float32(settings.decay)
         weight = state.weight + rest * (1 - state.weight)
@@ -232,7 +233,7 @@ _LARGEST_LOG = np.log1p(np.finfo(np.float32).max)
 
 
 def _log_threshold(settings: _TrackerSettings, state: _TrackerState) -> Array:
-    # As in Lingvo, the deviation is at least 1e-3.
+    # The deviation is at least 1e-3, even if all norms are equal.
     std = jnp.maximum(state.moments.std, 1e-3)
     cap = state.moments.mean + signed_multiple(settings.num_std, std)
     return jnp.maximum(cap, jnp.log1p(jnp.maximum(cast_to_float32(settings.min_threshold), 0)))
@@ -296,6 +297,7 @@ class _Quantile:
         self, settings: _QuantileSettings, state: Array, norm: Array, count: Array
     ) -> Array:
         del count
+        # The gradient of the quantile loss.
         excess = (norm <= state).astype(jnp.float32) - cast_to_float32(settings.target)
         # [groups], negative if the norm is at or below the threshold
         step = -cast_to_float32(settings.learning_rate) * excess

@@ -35,6 +35,7 @@ def loss_from_extra_args(
             "pass extra arguments, so call state.tx.update(grads, state.opt_state, state.params, "
             "value=loss), as in the recipe 'Steps with a bad loss'"
         )
+    # If both are passed, `loss` is used.
     argument, loss = next(iter(given.items()))
     if not is_real(loss):
         raise TypeError(f"{argument} must be the loss, a real number, got {loss!r:.80}")
@@ -44,7 +45,7 @@ def loss_from_extra_args(
             f"{jnp.shape(loss)}; pass its mean"
         )
     meshes.check_replicated(loss, meshes.norm_axes(axis_names), f"{name}: {argument}")
-    loss = jnp.asarray(loss)
+    loss = jnp.asarray(loss)  # []
     return loss.astype(jnp.float64 if loss.dtype == jnp.float64 else jnp.float32)
 
 
@@ -67,4 +68,5 @@ def check_loss_threshold(
         raise ValueError(
             f"{argument} must not be NaN, got {number!r}; pass None to ignore the loss"
         )
+    # Constants use the rule of schedules, so both have the same state in checkpoints.
     return count_steps(number)

@@ -59,6 +59,7 @@ def check_threshold_value(
             f"{argument} must be {kinds}, got {short_repr(threshold)} of type "
             f"{type(threshold).__name__}{hint if threshold is None else chain_hint(threshold)}"
         )
+    # Python numbers have no shape.
     shape = getattr(threshold, "shape", ())
     if shape != ():
         remedy = "; pass a dict from group names to thresholds, as in optaxclip.clip_by"
@@ -131,6 +132,7 @@ def check_not_component(threshold: Any, argument: str) -> None:
     check_called(threshold, "optaxclip.thresholds", argument, "thresholds")
     must = f"{argument} must be a number, a schedule or a rule, got"
     if isinstance(threshold, str):
+        # The functions of `optaxclip.thresholds`, which cannot be imported here without a cycle.
         namespace = vars(sys.modules[__name__.rpartition(".")[0]])
         names = [name for name, value in namespace.items() if inspect.isfunction(value)]
         if near := difflib.get_close_matches(threshold, names, n=1):
@@ -215,6 +217,7 @@ def update_rule(
         )
     thresholds, new = call_rule(rule, norms, state, param_norms, name)
     if meshes.manual_axes():
+        # Thresholds may only differ along mesh axes where the norms differ.
         measured = meshes.tree_varying_axes((norms, param_norms))
         for threshold in thresholds:
             others = meshes.varying_axes(threshold) - measured
@@ -227,6 +230,7 @@ def update_rule(
         return thresholds, new
     leaves = []
     for x, old in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
+        # A cast to a narrower dtype saturates, because an infinite state would be permanent.
         dtype = jnp.result_type(old)
         is_cast = x.dtype != dtype and jnp.issubdtype(dtype, jnp.floating)
         leaves.append(saturating_cast(x, dtype) if is_cast else x)
@@ -266,6 +270,7 @@ def call_rule(
                 f"{must} a state with the structure, shapes and kinds of dtypes of the previous "
                 f"state, {_describe(state)}, got {_describe(new)}"
             )
+    # Python numbers in a state become arrays.
     return thresholds, jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), new)
 
 

@@ -206,6 +206,7 @@ class _Ring:
 
     def slots(self, like: Array) -> Array:
         """Returns the slot numbers, int32[window, ...]."""
+        # [window, 1, ...]
         column = jnp.arange(self.window, dtype=jnp.int32).reshape(-1, *(1,) * like.ndim)
         return jnp.broadcast_to(column, (self.window, *like.shape))
 
@@ -255,12 +256,14 @@ class _Window(_Ring):
         number = number.astype(jnp.float32)  # [groups]
         ring = jnp.where(is_filled, state, 0)  # [window, groups]
         # Division by a power of two near the largest norm prevents overflow of sums and squares.
+        # f32[groups]
         unit = floor_pow2(jnp.max(jnp.abs(ring), axis=0))
         ring = divide_by_pow2(ring, unit[None])
         mean = jnp.sum(ring, axis=0) / jnp.maximum(number, 1)
         deviations = jnp.where(is_filled, ring - mean[None], 0)
         squares = jnp.sum(jnp.square(deviations), axis=0)
         std = unit * safe_sqrt(squares / jnp.maximum(number - self.ddof, 1))
+        # f32[groups] in the original units
         threshold = unit * mean + signed_multiple(num_std, jnp.maximum(std, min_std))
         threshold = jnp.where(number == 0, jnp.inf, threshold)
         return Thresholds(threshold, threshold)
@@ -279,6 +282,7 @@ class _PeriodicMedian:
 
     def init(self, settings: Any, like: Array) -> _PeriodicState:
         ring = _Ring(self.window).init(settings, like)
+        # There is no threshold before the first update.
         return _PeriodicState(ring, jnp.full(like.shape, jnp.inf, jnp.float32))
 
     def observe(
@@ -294,8 +298,9 @@ class _PeriodicMedian:
         middle = jnp.clip(number // 4 * 2, 0, jnp.maximum(number - 1, 0))
         median = _take(jnp.sort(jnp.where(is_filled, ring, jnp.inf), axis=0), middle)  # [groups]
         threshold = signed_multiple(settings, median)
+        # As in icefall, there are early thresholds with twice the multiple.
         is_early = ((count == 10) | (count == 20) | (count == 40)) & (count < self.window)
-        is_regular = count % self.window == 0
+        is_regular = count % self.window == 0  # bool[groups]
         threshold = jnp.where(
             is_regular,
             threshold,

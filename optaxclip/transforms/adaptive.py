@@ -197,6 +197,7 @@ def clip_by_ema_norm(
       >>> print(state.info.threshold, state.info.factor)
       [1.7565] [0.3513]
     """
+    # As in OLMo, the average starts from the norm of the second step.
     rule = thresholds.ema(
         decay, ratio, skip_steps=1, floor=floor, patience=patience, max_norm=max_norm
     )
@@ -242,6 +243,7 @@ def autoclip(
       >>> print(state.info.threshold, state.info.factor)
       1.0 0.2
     """
+    # AutoClip has no warmup, and its window includes the current norm.
     rule = thresholds.percentile(
         percentile, window, inclusive=True, warmup_steps=0, floor=floor, max_norm=max_norm
     )

@@ -131,7 +131,8 @@ def resolve_heads(
     sizes = [shape[axis] for axis in axes]
     if not is_divided:
         others = [axis for axis in range(rank) if axis not in axes]
-        # Any other axis can be that of the elements. Without other axes, heads have one element.
+        # Any remaining axis can be that of the elements. Without such an axis, heads have one
+        # element.
         return HeadLayout(rank, axes, (others or axes)[-1], segments), tuple(sizes)
     head_dim_axis, elements = heads.head_dim_axis % rank, sum(count for count, _ in segments)
     if head_dim_axis == axes[-1] and sizes[-1] % elements == 0:
@@ -146,7 +147,7 @@ def resolve_heads(
 
 def multiplier(factor: Array, layout: HeadLayout) -> Array:
     """Returns the multiplier of a leaf for factors of heads. It broadcasts to the leaf."""
-    # [*heads] -> the order of the leaf's axes, with size 1 along the other axes
+    # [*heads] -> the order of the axes in the leaf, with size 1 along the remaining axes
     factor = jnp.transpose(factor, [int(i) for i in np.argsort(layout.axes)])
     factor = lax.expand_dims(factor, [i for i in range(layout.rank) if i not in layout.axes])
     counts, powers = zip(*layout.segments, strict=True)
@@ -154,6 +155,7 @@ def multiplier(factor: Array, layout: HeadLayout) -> Array:
     # If one axis contains both the heads and their elements, the elements get a temporary axis.
     has_shared_axis = layout.head_dim_axis in layout.axes
     axis = layout.head_dim_axis + has_shared_axis
+    # For example, [heads, 1] for a kernel [heads * elements]
     x = lax.expand_dims(factor, [axis]) if has_shared_axis else factor
     exponents = jnp.asarray(
         powers.reshape([len(powers) if i == axis else 1 for i in range(x.ndim)]), x.dtype
@@ -162,6 +164,7 @@ def multiplier(factor: Array, layout: HeadLayout) -> Array:
     is_between = (x > 0) & (x < 1)
     by = jnp.where(is_between, x, 1) ** exponents
     by = jnp.where(is_between | (x != 0) | (exponents == 0), by, 0)
+    # The temporary axis is merged again, [heads * elements].
     shape = [*factor.shape]
     shape[layout.head_dim_axis] *= len(powers)
     return by.reshape(shape)
@@ -354,6 +357,7 @@ def _head_specs(head_leaves: list[_HeadLeaf], specs: PyTree, flat: FlatTree) -> 
         return None
     head_specs = {}
     for spec, head_leaf in zip(broadcast_prefix(specs, flat, "specs"), head_leaves, strict=True):
+        # A spec can be shorter than the rank of the leaf.
         padded = [*as_spec(spec), *[None] * head_leaf.layout.rank]
         own = PartitionSpec(*(padded[axis] for axis in head_leaf.layout.axes))
         is_named = isinstance(spec, NamedSharding)
@@ -423,6 +427,7 @@ def _rescale_params(
         u, w = jnp.asarray(u), jnp.asarray(w)
         # [*heads]
         quotient = jnp.where(jnp.isfinite(before), divide_no_nan(after, before, 1.0), 1)
+        # The new updates are computed in float32 or wider.
         wide = norm_dtype([u.dtype, w.dtype])
         by = multiplier(quotient.astype(wide), layout)
         # by * u - (1 - by) * w, which is exactly u if by is 1

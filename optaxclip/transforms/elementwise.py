@@ -147,6 +147,7 @@ def _clip_by_bounds(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
+        # Without a schedule, the step count is not needed and None can be used as a state.
         is_fresh = state is None and not is_scheduled
         state = ClipByValueState(jnp.zeros((), jnp.int32)) if is_fresh else state
         check_state(state, ClipByValueState, name, updates=updates)
@@ -271,6 +272,7 @@ _clamp_leaf_jitted = jax.jit(clamp_leaf)
 def _clamp_array(x: Array, low: Array | None, high: Array) -> Array:
     largest = _cast_bound(x, high)
     if low is None:
+        # Schedules can return negative numbers, which would exchange the bounds.
         largest = lax.max(largest, jnp.zeros_like(largest))
     if jnp.iscomplexobj(x):
         return _bound_modulus(x, largest)
@@ -286,6 +288,7 @@ def _cast_bound(x: Array, bound: ArrayLike) -> Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.broadcast_to(bound, x.shape)
     bound, dtype = jnp.asarray(bound), jnp.finfo(x.dtype).dtype
+    # Integers are first cast to float32 or wider, because a narrow dtype may not represent them.
     if not jnp.issubdtype(bound.dtype, jnp.floating):
         bound = bound.astype(accumulation_dtype(dtype))
     return jnp.broadcast_to(saturating_cast(bound, dtype), x.shape)
@@ -307,6 +310,7 @@ def _bound_modulus(z: Array, high: Array) -> Array:
         for part in (z.real, z.imag)
     ]
     direction = lax.complex(*parts)
+    # [*leaf], from 1 to 2 * sqrt(2) for finite nonzero elements
     size = jnp.abs(jnp.where(direction == 0, 1, direction))
     keep = (direction == 0) | ((size <= divide_by_pow2(high, unit)) & ~is_infinite)
     by = high / size

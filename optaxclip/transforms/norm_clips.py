@@ -131,6 +131,7 @@ def clip_by_global_norm(
     return clip_by(
         scopes.tree(),
         threshold,
+        # A number in the denominator belongs to the response, because the threshold is unchanged.
         response="clip" if eps is None else responses.clip_with_eps(eps),
         **options,
     )
@@ -185,6 +186,7 @@ def adaptive_grad_clip(
        [4.e-02 8.e-06]]
     """
     check_static(axis, "axis")
+    # Unlike `thresholds.relative_to_params`, messages use the name `clipping`.
     threshold = relative(clipping, eps, "clipping")
     scope = scopes.unit(axis)
     return clip_by(scope, threshold, **options)

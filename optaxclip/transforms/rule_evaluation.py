@@ -40,6 +40,7 @@ class RuleResult(NamedTuple):
 
     def find_offending(self, parts: Array) -> Array:
         """Returns flags for the parts that are the reason to skip, from the norms of the parts."""
+        # bool[parts]
         is_above = parts > self.threshold.astype(parts.dtype)
         is_largest = parts == jnp.max(parts, initial=0)
         # If no part is above the threshold, the largest part is the reason.
@@ -51,6 +52,7 @@ class RuleResult(NamedTuple):
         new = info._replace(
             norm=saturating_cast(self.number, info.norm.dtype),
             threshold=saturating_cast(self.threshold, info.threshold.dtype),
+            # A skip multiplies the step by 0.
             factor=1 - skip.astype(info.factor.dtype),
             fraction=self.is_above.astype(info.fraction.dtype),
             num_clipped=safe_increment(info.num_clipped, self.is_above),

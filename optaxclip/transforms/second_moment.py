@@ -54,6 +54,7 @@ class NamedMoments(NamedTuple):
 
     def get(self, gradients: FlatTree, name: str) -> list[Array]:
         """Returns the averages of the leaves of the gradients."""
+        # The averages are found by name, because the gradients may lack leaves.
         by_name = dict(zip(self.names, self.flat.inexact_leaves(), strict=True))
         averages = [by_name[path] for path in gradients.names()]
         rows = zip(gradients.names(), gradients.inexact_leaves(), averages, strict=True)
@@ -84,6 +85,7 @@ def zero_moments(flat: FlatTree, *, real_only: bool = False) -> PyTree:
     """Returns zeros for the floating-point leaves and None for the other leaves."""
     leaves: list[Any] = [None] * len(flat.leaves)
     for i, leaf in zip(flat.inexact_indices, flat.inexact_leaves(), strict=True):
+        # The averages are sharded like the leaves, but always in device memory.
         dtype = wide_dtype(jnp.result_type(leaf), real=real_only)
         leaves[i] = jnp.zeros_like(memory.template_on_device(leaf), dtype=dtype)
     return jax.tree_util.tree_unflatten(flat.treedef, leaves)
@@ -152,6 +154,7 @@ def clip_by_moving_max(
       >>> print(updates, state.info.threshold)
       [ 1.78571 -1.5      0.25   ] [1.78571]
     """
+    # The published rule has no patience and includes the current step in its average.
     rule = thresholds.ema(decay, 1.0, debias=True, inclusive=True, floor=floor, patience=None)
     checked = Options.create(norm="linf", **options)
     return make_clip(leaf_scope(stacked), rule, checked, _ClipElementsAbove())
@@ -260,6 +263,7 @@ def clip_by_second_moment(
         flat = check_dense(flatten(updates, "updates"), name)
         check_state(state, SecondMomentState, name, updates=updates)
         old = NamedMoments.create(state.moments)
+        # Leaves that were None at `init` have no average.
         unknown = sorted(set(flat.names()) - set(old.names))
         if unknown:
             raise ValueError(
@@ -292,8 +296,9 @@ def _clip_and_update(
 ) -> tuple[list[Any], Array, list[Array]]:
     step = count
     if period is not None:
-        step = count % period
+        step = count % period  # the steps since the last reset
         moments = [jnp.where(step == 0, 0, v) for v in moments]
+    # bool[]
     is_active = step >= settings.warmup_steps
     rows = zip(leaves, moments, strict=True)
     pairs = [

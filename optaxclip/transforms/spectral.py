@@ -110,7 +110,7 @@ def clip_matrix(x: Array, threshold: Array, *, mode: Mode, iterations: int) -> A
     fixed_gram = lax.stop_gradient(gram)
     row_sums = jnp.max(jnp.sum(jnp.abs(fixed_gram), 1), initial=0)
     top = jnp.sqrt(jnp.minimum(row_sums, jnp.sqrt(_sum_squares(fixed_gram))))
-    # The iterations cannot reach smaller thresholds, and larger thresholds do not change the result.
+    # The iterations cannot reach smaller thresholds. Larger thresholds do not change the result.
     c = jnp.clip(scaled, 1e-7 * (1 + top), 1e6 * (1 + top))
     bound = lax.stop_gradient(1.001 * jnp.sqrt(jnp.square(top) + jnp.square(c)))
     eye = jnp.eye(gram.shape[0], dtype=gram.dtype)
@@ -144,10 +144,10 @@ _MIN_SIGN, _SIGN_ITERATIONS = 1e-3, 5
 """Singular values within this fraction of the threshold end between the old value and it."""
 
 _MIN_EIGENVALUE_ABOVE = 1.02
-"""If all eigenvalues of `eye + signs` are smaller, no singular value clearly exceeds the threshold."""
+"""If all eigenvalues of `eye + signs` are smaller, no singular value exceeds the threshold."""
 
 _MAX_SCALE = 0.99 * 3**0.5
-"""The largest scale of a step. With 3**0.5, rounding could change the sign of a singular value 1."""
+"""The largest scale of a step. With 3**0.5, rounding could change the sign of a value of 1."""
 
 _INVERSE_ROOT = np.polynomial.Chebyshev.interpolate(lambda a: ((1 + a) / 2) ** -0.5, 7, [0, 1])
 _INVERSE_ROOT = _INVERSE_ROOT.convert(kind=np.polynomial.Polynomial).coef[::-1]
@@ -171,11 +171,12 @@ def _orthogonalize(blocks: tuple[Array, ...], low: Array, iterations: int) -> tu
 
     def step(state: tuple[tuple[Array, ...], Array], _: None) -> tuple[Any, None]:
         blocks, low = state
+        # [m, m]
         gram = functools.reduce(jnp.add, (_matmul(block, block.T.conj()) for block in blocks))
         (a1, b1), low = _cubic(low)
         (a2, b2), low = _cubic(low)
-        # Two steps are (a1 + b1 t) (a2 + b2 t (a1 + b1 t)**2) for the Gram matrix t. As a polynomial
-        # in t, they need only two products of [m, m] matrices.
+        # Two steps are (a1 + b1 t) (a2 + b2 t (a1 + b1 t)**2) for the Gram matrix t. This
+        # polynomial requires only two products of [m, m] matrices.
         cube = [a1**3, 3 * a1**2 * b1, 3 * a1 * b1**2, b1**3]
         k = [a1 * a2, b1 * a2 + b2 * cube[0], *(b2 * x for x in cube[1:])]
         k = [x.astype(gram.dtype) for x in k]
@@ -351,11 +352,12 @@ class _SingularValues(ClipMethod):
 # Both functions are jitted so that leaves with equal shapes and dtypes share one trace.
 @functools.partial(jax.jit, static_argnames="stack")
 def _largest_singular_values(x: Array, stack: int) -> Array:
-    """Returns the largest singular values, [*stack], which are non-finite for non-finite matrices."""
+    """Returns the largest singular values, [*stack]. Non-finite matrices have non-finite values."""
     axes, real = tuple(range(stack, x.ndim)), accumulation_dtype(x.dtype)
     bad = ~jnp.all(jnp.isfinite(x), axes)  # [*stack]
     if static_size_or_none(x.size) == 0:
         return jnp.zeros(bad.shape, real)
+    # [*stack, rows, columns] -> [*stack]
     norm = _vmap_over_stack(stack, lambda matrix: estimate_largest(GramForm.create(matrix)))(
         _matrices(x, stack)
     )

@@ -137,6 +137,7 @@ def scale_by_stable_adam(
         plan = make_plan(flat, scope, checked, state.clip.info.names, state.count.size)
 
         mu, nu = (NamedMoments.create(tree) for tree in (state.mu, state.nu))
+        # The gradients and their averages, lists of [*leaf]
         leaves = (flat.inexact_leaves(), mu.get(flat, name), nu.get(flat, name))
         dtype = norm_dtype(average.dtype for average in leaves[2])
         # The weights of the current step in the unbiased averages, f32[tensors]
@@ -188,6 +189,7 @@ def _ratio(grad: Any, mu: Array, nu: Array, per_tensor: Array, eps: Any) -> Arra
     g, nu = _cast_grad(grad, mu), nu.astype(wide_dtype(nu.dtype))
     # Non-finite elements are kept, because their ratios are non-finite anyway. If they were
     # replaced as in `_direction`, XLA would store an array per leaf (as of JAX 0.10.2).
+    # [*leaf]
     nu = _update_average(nu, norms.l2.map(map_real_imag(_clamp_to_squarable, g)), per_tensor[0])
     return _divide_by_rms(g, nu, eps, lax.max)
 
@@ -214,6 +216,7 @@ def _direction(
 
 def _update_average(average: Array, new: Array, weight: Array) -> Array:
     """Updates an average with weights per tensor."""
+    # `lax` functions are faster to trace than operators (as of JAX 0.10.2).
     return lax.add(average, scale_by_real(lax.sub(new, average), _expand_to(weight, new)))
 
 
@@ -243,6 +246,7 @@ def _divide_by_rms(
     """Computes `x / combine(sqrt(square), eps)`, or 0 if both are 0."""
     eps = lax.max(jnp.asarray(eps).astype(square.dtype), square.dtype.type(0))
     is_positive, root = sqrt_where_positive(square)
+    # Without `eps`, the quotient 0 / inf is used for 0 / 0.
     zero_divisor = lax.full_like(square, select(eps == 0, jnp.inf, eps))
     divisor = select(is_positive, combine(root, eps), zero_divisor)
     return map_real_imag(lambda part: lax.div(part, divisor), x)

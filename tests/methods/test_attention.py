@@ -235,19 +235,37 @@ def test_logits_are_compared_in_float32_or_wider():
 
 
 ERRORS = {
-    "no params": ({"params": None}, r"params must be passed to the update, got None; .*max_logits=\.\.\."),
-    "no logits": ({"logits": None}, r"max_logits must be passed to the update, got None; call update"),
+    "no params": (
+        {"params": None},
+        r"params must be passed to the update, got None; .*max_logits=\.\.\.",
+    ),
+    "no logits": (
+        {"logits": None},
+        r"max_logits must be passed to the update, got None; call update",
+    ),
     "other params": ({"params": {"query": LAYER["query"]}}, "'key' of shape .* is missing"),
-    "no place": ({"logits": {"body/0": FIRST}}, r"an array for the parameter 'key', got arrays for \['bo"),
+    "no place": (
+        {"logits": {"body/0": FIRST}},
+        r"an array for the parameter 'key', got arrays for \['bo",
+    ),
     "batch": ({"logits": jnp.ones((3, 2))}, r"shape \(2,\).*'key', got \(3, 2\); pass the larg"),
     "integers": ({"logits": jnp.arange(2)}, "max_logits must have floating-point leaves"),
     "complex": ({"logits": jnp.ones(2, complex)}, "max_logits must have real leaves"),
     "tau": ({"tau": -1.0}, "tau must not be negative"),
     "no function": ({"heads": "query"}, "heads must be a function"),
-    "no heads": ({"heads": lambda path, leaf: 1}, "heads must return optaxclip.Heads or None, got 1"),
+    "no heads": (
+        {"heads": lambda path, leaf: 1},
+        "heads must return optaxclip.Heads or None, got 1",
+    ),
     "nowhere": ({"heads": lambda *_: None}, r"got None for all of \['key', 'query'\]"),
-    "axis": ({"heads": lambda *_: Heads(3)}, r"must have axes of leaf 'key' of shape \(1, 2, 2\), got \(3,\)"),
-    "axis below": ({"heads": lambda *_: Heads(-4)}, r"must have axes of leaf 'key' .*, got \(-4,\)"),
+    "axis": (
+        {"heads": lambda *_: Heads(3)},
+        r"must have axes of leaf 'key' of shape \(1, 2, 2\), got \(3,\)",
+    ),
+    "axis below": (
+        {"heads": lambda *_: Heads(-4)},
+        r"must have axes of leaf 'key' .*, got \(-4,\)",
+    ),
     "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "must have axes of leaf 'key'"),
     "no axis of entries": (
         {"heads": lambda *_: Heads(1, ((2, 1.0),), head_dim_axis=3)},
@@ -277,7 +295,9 @@ def test_a_schedule_needs_the_state_that_is_not_kept_without_a_record():
 
 
 def test_a_sparse_weight_has_no_heads():
-    with pytest.raises(TypeError, match="heads must return None for sparse leaves, got Heads for 'w'"):
+    with pytest.raises(
+        TypeError, match="heads must return None for sparse leaves, got Heads for 'w'"
+    ):
         optaxclip.clip_attention_logits(1.0, heads=lambda *_: Heads(0)).init(
             {"w": BCOO.fromdense(jnp.ones((2, 2)))}
         )
