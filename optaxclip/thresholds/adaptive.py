@@ -11,8 +11,8 @@ Such a rule consists of a `Statistic` of the past norms and of options with a co
   `warmup_steps` | The number of recorded norms after which there is a threshold.
   `floor`        | Smaller norms are not recorded, and thresholds are not smaller.
   `patience`     | After this many consecutive norms above their threshold, raw norms are recorded
-                 | until a norm is at or below its threshold. If None, this never happens.
-  `max_norm`     | An upper bound on all thresholds, which also applies during the warmup.
+                 | until a norm is at or below its threshold. `None` disables this.
+  `max_norm`     | An upper bound on all thresholds, including the warmup.
 
 The published rules have neither a floor nor patience. Use `patience=None, floor=0.0` to get them.
 Without patience, a rule that records clipped norms may never stop clipping after a lasting increase
@@ -157,8 +157,8 @@ def adaptive(
       warmup_steps: The number of recorded norms after which there is a threshold.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. If None, this never happens.
-      max_norm: The upper bound on thresholds. If None, there is no bound.
+        recorded. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Returns:
       A `ThresholdRule`. Its thresholds are arrays with the shapes of the norms, float32 or wider.
@@ -284,7 +284,7 @@ def _update(
         if static.has_floor
         else cast_to_float32(-jnp.inf)
     )
-    # The state is float32, so float64 norms are converted.
+    # The state uses float32, so float64 norms are converted.
     norm = saturating_cast(jnp.where(is_finite, norms, 0), jnp.dtype(jnp.float32))
     is_recorded = is_finite & (norm >= floor)
 
@@ -315,7 +315,7 @@ def _update(
     )
     if not static.inclusive:
         by_record = {"raw": norm, "clipped": target, "capped": trigger, "accepted": norm}
-        # After `patience` norms above the threshold, raw norms are recorded.
+        # Use raw norms after more than `patience` norms above the threshold.
         patience_exhausted = jnp.zeros_like(is_recorded)
         if options.patience is not None:
             patience_exhausted = streak > options.patience

@@ -58,8 +58,8 @@ def ema(
     Args:
       decay: The decay of the average for the trigger.
       ratio: The ratio of the trigger to that average.
-      target_decay: The decay of the average for the target. If None, `decay` is used.
-      target_ratio: The ratio of the target to that average. If None, `ratio` is used.
+      target_decay: The decay of the average for the target. Defaults to `decay`.
+      target_ratio: The ratio of the target to that average. Defaults to `ratio`.
       debias: If True, the average starts from zero and is divided by the sum of its weights, as in
         Adam. If False, it starts from the first norm.
       skip_steps: The number of initial norms to ignore.
@@ -68,8 +68,8 @@ def ema(
       warmup_steps: The number of recorded norms after which there is a threshold.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. If None, this never happens.
-      max_norm: The upper bound on thresholds. If None, there is no bound.
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -120,7 +120,7 @@ def zscore(
 ) -> ThresholdRule:
     """Uses the moving mean plus a number of standard deviations as the threshold, as in ZClip.
 
-    The mean and the standard deviation exclude the current norm.
+    Note that the mean and the standard deviation exclude the current norm.
 
     Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507.
 
@@ -129,16 +129,16 @@ def zscore(
       z_thresh: The z-score above which a norm is a spike.
       warmup_steps: The number of recorded norms after which there is a threshold. The moving mean
         and variance start from the mean and variance of these norms.
-      option: The target of a spike with z-score `z`. With "adaptive", it is
-        `mean + z_thresh**2 / z * std`, which decreases with the size of the spike. With "mean", it
-        is the mean. With "percentile", it is the threshold `mean + z_thresh * std`.
+      option: The target of a spike with z-score `z`. "adaptive" uses
+        `mean + z_thresh**2 / z * std`, which decreases with the size of the spike. "mean" uses the
+        mean, and "percentile" uses the threshold `mean + z_thresh * std`.
       debias: If True, the mean and variance are debiased averages from the first norm on, as in
         axlearn (apple/axlearn). If False, they start from those of the warmup.
       record: See `optaxclip.thresholds.adaptive` for this option and the following options.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. If None, this never happens.
-      max_norm: The upper bound on thresholds, which also applies during the warmup. If None, there
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds, including the warmup. By default, there
         is no bound.
 
     Example:
@@ -291,9 +291,9 @@ class _ZScore(_TwoAverages):
     ) -> Moments:
         if self.debias:
             return update_moments(state, norm, ema_weight(settings.alpha, count, debias=True))
-        # During the warmup, all norms have the same weight.
+        # During the warmup, use equal weights for all norms.
         plain = update_moments(state, norm, 1 / (count.astype(jnp.float32) + 1))
-        # After the warmup, the weight of a norm is `1 - alpha`.
+        # After the warmup, use the weight `1 - alpha`.
         rest = 1 - cast_to_float32(settings.alpha)
         mean = lerp(state.mean, norm, rest)
         # As in the published code, the deviation is measured from the new mean.
@@ -306,7 +306,7 @@ class _ZScore(_TwoAverages):
         self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
     ) -> Thresholds:
         z_thresh, std = cast_to_float32(settings.z_thresh), state.std  # [], [groups]
-        # There is no threshold before the first recorded norm.
+        # Use an infinite threshold before the first recorded norm.
         distance = jnp.where(count == 0, jnp.inf, signed_multiple(z_thresh, std))
         trigger = state.mean + distance  # f32[groups]
         if self.option == "percentile":

@@ -56,7 +56,7 @@ def log_tracker(
       reject: If True, norms above the threshold are reduced to 0, as in Lingvo. If False, they are
         reduced to the threshold.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on thresholds. If None, there is no bound.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -98,8 +98,8 @@ def adagc(
     average of a group is initialized with the smallest of its resulting norms. The defaults are the
     constants of the latest version of the paper.
 
-    The rule records clipped norms. Without patience, a threshold grows by a factor of at most
-    `1 + (1 - beta) * (lambda_rel - 1)` per step and needs 1734 steps to double.
+    The rule records clipped norms. Without patience, however, a threshold grows by a factor of at
+    most `1 + (1 - beta) * (lambda_rel - 1)` per step and needs 1734 steps to double.
 
     Source: Wang et al., 2025, AdaGC, arXiv 2502.11034, where the groups are leaves.
 
@@ -111,8 +111,8 @@ def adagc(
       floor: The lower bound on thresholds. Smaller norms are not recorded. If 0, a group with a
         norm of zero during the warmup stays at zero, as in the published rule.
       patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. If None, this never happens.
-      max_norm: The upper bound on thresholds. If None, there is no bound.
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -159,7 +159,7 @@ def quantile(
         normal float32 numbers, unless it starts from 0 or infinity. If False, the exponent is added
         to the threshold, which cannot become negative.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on thresholds. If None, there is no bound.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -115,7 +115,7 @@ def has_value(number: Any) -> bool:
 def check_precision(number: Any, argument: str) -> None:
     """Checks that an array has at least the precision of float32.
 
-    In bfloat16, a decay of 0.999 is rounded to 1 and an average would never change.
+    For example, a decay of 0.999 is rounded to 1 in bfloat16, and an average would never change.
     """
     dtype = getattr(number, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

@@ -45,15 +45,15 @@ def percentile(
     Args:
       percentile: The percentile, from 0 to 100. Numbers between 0 and 1 cause a warning, because
         they are often fractions.
-      window: The number of norms to keep. It is static, also in `optax.inject_hyperparams`.
+      window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       record: See `optaxclip.thresholds.adaptive` for this option and the following options.
       inclusive: If True, the window includes the current norm.
-      warmup_steps: The number of recorded norms after which there is a threshold. If None, it is
+      warmup_steps: The number of recorded norms after which there is a threshold. Defaults to
         `window`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. If None, this never happens.
-      max_norm: The upper bound on thresholds. If None, there is no bound.
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -65,16 +65,15 @@ def percentile(
       1.1
     """
     window = check_int(window, 1, "window")
-    percentile = check_range(percentile, 0, 100, "percentile")
-    if not isinstance(percentile, jax.Array) and 0 < percentile < 1:
+    number: Any = check_range(percentile, 0, 100, "percentile")
+    if not isinstance(number, jax.Array) and 0 < number < 1:
         warn(
-            f"percentile is a number from 0 to 100, got {percentile!r}, so fewer than 1 in 100 "
-            f"norms are below the threshold; pass {100 * percentile:g} for a fraction of "
-            f"{percentile!r}"
+            f"percentile is a number from 0 to 100, got {number!r}, so fewer than 1 in 100 norms "
+            f"are below the threshold; pass {100 * number:g} for a fraction of {number!r}"
         )
     return adaptive(
         _Percentile(window),
-        percentile,
+        number,
         record=record,
         inclusive=inclusive,
         warmup_steps=window if warmup_steps is None else warmup_steps,
@@ -106,17 +105,17 @@ def window(
 
     Args:
       num_std: The number of standard deviations above the mean.
-      window: The number of norms to keep. It is static, also in `optax.inject_hyperparams`.
+      window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       ddof: Use 0 for the deviation of the window, and 1 for an unbiased estimate of the variance.
       min_std: The lower bound on the standard deviation.
       record: See `optaxclip.thresholds.adaptive` for this option and the following options.
       inclusive: If True, the window includes the current norm.
-      warmup_steps: The number of recorded norms after which there is a threshold. If None, it is
+      warmup_steps: The number of recorded norms after which there is a threshold. Defaults to
         half of `window`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. If None, this never happens.
-      max_norm: The upper bound on thresholds. If None, there is no bound.
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -161,11 +160,11 @@ def median(
 
     Args:
       scale: The ratio of the threshold to the median.
-      window: The number of norms to keep. It is static, also in `optax.inject_hyperparams`.
+      window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       every_step: If True, sets the threshold at all steps.
       floor: The lower bound on thresholds. Smaller norms are not recorded. The rule does not need
         `patience`, because it records raw norms and follows lasting increases.
-      max_norm: The upper bound on thresholds. If None, there is no bound.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -282,7 +281,7 @@ class _PeriodicMedian:
 
     def init(self, settings: Any, like: Array) -> _PeriodicState:
         ring = _Ring(self.window).init(settings, like)
-        # There is no threshold before the first update.
+        # Use an infinite threshold before the first update.
         return _PeriodicState(ring, jnp.full(like.shape, jnp.inf, jnp.float32))
 
     def observe(

@@ -48,12 +48,12 @@ def zclip(
       alpha: The decay of the mean and the variance.
       z_thresh: The z-score above which a norm is a spike.
       warmup_steps: The number of recorded norms after which there is a threshold.
-      max_norm: The upper bound on thresholds, which also applies during the warmup. It is 1.0 in
-        the published code. If None, there is no bound.
+      max_norm: The upper bound on thresholds, including the warmup. It is 1.0 in
+        the published code. By default, there is no bound.
       option: The target of a spike, as in `optaxclip.thresholds.zscore`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. If None, this never happens.
+        recorded. Defaults to 20. Use `None` to disable this.
       **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Example:
@@ -111,7 +111,7 @@ def adagc(
       floor: The lower bound on thresholds. Smaller norms are not recorded. If 0, a leaf with zero
         gradients during the warmup stays at zero, as in the published rule.
       patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. If None, this never happens.
+        recorded. Defaults to 20. Use `None` to disable this.
       **options: The options that all transformations share, see `optaxclip.NormOptions`.
 
     Example:
@@ -184,8 +184,8 @@ def clip_by_ema_norm(
       decay: The decay of the average, which starts from the norm of the second step.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. If None, this never happens.
-      max_norm: The upper bound on thresholds. If None, there is no bound.
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
       **options: The options that all transformations share, see `optaxclip.NormOptions`.
 
     Example:
@@ -231,7 +231,7 @@ def autoclip(
       window: The number of norms to keep. `optax.inject_hyperparams` requires
         `static_args=("window",)`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on the threshold. If None, there is no bound.
+      max_norm: The upper bound on the threshold. By default, there is no bound.
       **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Example:
@@ -262,8 +262,8 @@ def clip_by_median_norm(
     """Clips the global norm to a multiple of the median of the last norms.
 
     As in ScaledAdam, the threshold is set every `window` steps, and to twice the multiple at steps
-    10, 20 and 40. ScaledAdam also multiplies the gradient by the size of the parameters first. This
-    function does not.
+    10, 20 and 40. However, this function does not multiply the gradient by the size of the
+    parameters first, as ScaledAdam does.
 
     Source: ScaledAdam, Povey et al., k2-fsa/icefall, and Zipformer, arXiv 2310.11230.
 
@@ -272,7 +272,7 @@ def clip_by_median_norm(
       window: The number of norms to keep, and the number of steps between updates of the threshold.
         `optax.inject_hyperparams` requires `static_args=("window",)`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on the threshold. If None, there is no bound.
+      max_norm: The upper bound on the threshold. By default, there is no bound.
       **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Example:
@@ -302,14 +302,14 @@ def clip_by_window_norm(
     There is no threshold until the window is half full.
 
     Source: marin-community/levanter (`clip_update_by_historical_norm`), which clips the updates
-    after Adam. You can also use this function after Adam in `optax.chain`.
+    after Adam. You can use it after Adam in `optax.chain`.
 
     Args:
       num_std: The number of standard deviations above the mean.
       window: The number of norms to keep. `optax.inject_hyperparams` requires
         `static_args=("window",)`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on the threshold. If None, there is no bound.
+      max_norm: The upper bound on the threshold. By default, there is no bound.
       **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Example:

@@ -164,7 +164,7 @@ def multiplier(factor: Array, layout: HeadLayout) -> Array:
     is_between = (x > 0) & (x < 1)
     by = jnp.where(is_between, x, 1) ** exponents
     by = jnp.where(is_between | (x != 0) | (exponents == 0), by, 0)
-    # The temporary axis is merged again, [heads * elements].
+    # Merge the temporary axis again, for example to [heads * elements].
     shape = [*factor.shape]
     shape[layout.head_dim_axis] *= len(powers)
     return by.reshape(shape)
@@ -237,7 +237,7 @@ def clip_attention_logits(
       tree with the shapes, dtypes and weak types of the given updates.
 
     Raises:
-      ValueError: If the threshold is negative, NaN or not a scalar. `init` and the update also
+      ValueError: If the threshold is negative, NaN or not a scalar. `init` and the update
         raise it if `heads` returns None for all leaves, or if `params` or `max_logits` is missing
         or has wrong shapes.
       TypeError: If the threshold is not a number or `heads` is not a function.
@@ -427,7 +427,7 @@ def _rescale_params(
         u, w = jnp.asarray(u), jnp.asarray(w)
         # [*heads]
         quotient = jnp.where(jnp.isfinite(before), divide_no_nan(after, before, 1.0), 1)
-        # The new updates are computed in float32 or wider.
+        # Use float32 or wider for the new updates.
         wide = norm_dtype([u.dtype, w.dtype])
         by = multiplier(quotient.astype(wide), layout)
         # by * u - (1 - by) * w, which is exactly u if by is 1

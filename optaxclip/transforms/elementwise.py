@@ -63,8 +63,8 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
         used with `record=False`.
 
     Returns:
-      A transformation with a `ClipByValueState`. It does not record which elements were clipped,
-      because this would require more passes over the gradients than the clipping.
+      A transformation with a `ClipByValueState`. Note that it does not record which elements were
+      clipped, because this would require more passes over the gradients than the clipping.
 
     Raises:
       ValueError: If `max_delta` is negative, NaN or not a scalar, or if it is a schedule and
@@ -131,12 +131,13 @@ def _clip_by_bounds(
 ) -> Transformation[ClipByValueState]:
     name = "clip" if low is None else "clip_by_value"
 
+    bounds: tuple[Any, Any] = (low, high)
     is_scheduled = callable(low) or callable(high)
     if not check_bool(record, "record"):
         if is_scheduled:
             raise ValueError(needs_state_message(name))
         return stateless(
-            lambda updates, *_, **__: clamp(flatten(updates, "updates"), low, high, arguments)
+            lambda updates, *_, **__: clamp(flatten(updates, "updates"), *bounds, arguments)
         )
 
     def init(params: PyTree) -> ClipByValueState:
@@ -153,7 +154,7 @@ def _clip_by_bounds(
         check_state(state, ClipByValueState, name, updates=updates)
         lowest, highest = (
             check_bound(bound(state.steps), "the schedule's value") if callable(bound) else bound
-            for bound in (low, high)
+            for bound in bounds
         )
         clipped = clamp(flatten(updates, "updates"), lowest, highest, arguments)
         return clipped, ClipByValueState(safe_increment(state.steps))
@@ -186,8 +187,7 @@ def clamp(
                     f"{argument} must broadcast to leaf '{name}' of shape {shape}, got shape "
                     f"{np.shape(bound)}; pass a scalar"
                 )
-    # The bounds are converted per dtype instead of per leaf, because operands of compiled calls
-    # take time.
+    # Use one bound per dtype instead of per leaf, because operands of compiled calls take time.
     dtypes = set(map(_canonical, {dtype_of(leaf) for leaf in leaves}))
     highs = {str(dtype): _clip_bound_to_dtype(high, dtype) for dtype in dtypes}
     lows = (
@@ -214,7 +214,7 @@ def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
         raise ValueError(f"{names[0]} must be at most {names[1]}, got {low!r} and {high!r}")
 
 
-def _clip_bound_to_dtype(bound: Any, dtype: Any) -> ArrayLike:
+def _clip_bound_to_dtype(bound: Any, dtype: Any) -> Any:
     """Converts a bound so JAX can cast it to the dtype without an error, a warning or wrapping."""
     if jnp.issubdtype(dtype, jnp.integer):
         low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)

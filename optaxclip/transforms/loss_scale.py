@@ -79,20 +79,21 @@ def scale_loss(
     """Scales the loss dynamically to prevent underflow and overflow of low-precision gradients.
 
     Use it for gradients in float16 and fp8. You must multiply the loss by
-    `optaxclip.monitor.loss_scale(opt_state)` in the training step. The update divides the gradients by this number first. Thresholds, rules, skips and records in
-    `inner` therefore use the unscaled gradients. If a gradient overflows, the step is skipped as in
-    `skip_nonfinite`, and the scale is divided by `factor`. After `growth_interval` consecutive good
-    steps, the scale is multiplied by `factor`. The scale stays between `minimum` and `maximum`,
-    because it could not recover from 0 or infinity.
+    `optaxclip.monitor.loss_scale(opt_state)` in the training step. The update divides the gradients
+    by this number first. Thresholds, rules, skips and records in `inner` therefore use the unscaled
+    gradients. If a gradient overflows, the step is skipped as in `skip_nonfinite`, and the scale is
+    divided by `factor`. After `growth_interval` consecutive good steps, the scale is multiplied by
+    `factor`. The scale stays between `minimum` and `maximum`, because it could not recover from 0
+    or infinity.
 
     `scale_loss` must be the outermost wrapper. Clipping before it would use scaled gradients.
     Another skip or `optax.MultiSteps` around it would prevent a necessary decrease of the scale.
-    With `MultiSteps` inside, microbatches are steps. If you use `accumulate.value_and_grad`, set
+    Note that microbatches are steps if `MultiSteps` is inside. If you use `accumulate.value_and_grad`, set
     `reject_rule=None` so overflowed microbatches are not rejected silently, and do not use `clip`,
     because it would use scaled gradients.
 
-    Except for `maximum`, the scale changes as in jmp's `DynamicLossScale`. In Flax's
-    `DynamicScale`, it grows one good step later.
+    Except for `maximum`, the scale changes as in jmp's `DynamicLossScale`. It grows one good
+    step later in Flax's `DynamicScale`.
 
     Source: Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740.
 
@@ -102,8 +103,8 @@ def scale_loss(
         scale from float32 gradients, and to see which layers do not fit the format at any scale.
       growth_interval: The number of consecutive good steps after which the scale grows.
       factor: The number by which the scale is multiplied or divided.
-      minimum: The lower bound on the scale. Gradients that are non-finite at this scale would also
-        be non-finite without a scale. Their steps are skipped, and
+      minimum: The lower bound on the scale. Gradients that are non-finite at this scale would be
+        non-finite without a scale. Their steps are skipped, and
         `optaxclip.monitor.step_status` becomes "roll back".
       maximum: The upper bound on the scale.
       **options: The options that all transformations share, see `optaxclip.ShardingOptions`.
@@ -114,7 +115,8 @@ def scale_loss(
       are also passed in float32, so the moments are float32. The updates of such parameters are
       rounded to their format if parameters are passed. Otherwise, float16 and fp8 updates are
       returned in float32. All other dtypes are unchanged. A skipped step returns zero updates.
-      Extra arguments are passed to `inner`. A loss or a norm in them must not be scaled.
+      Extra arguments are passed to `inner`. Note that a loss or a norm in them must not be
+      scaled.
 
     Raises:
       ValueError: If `initial`, `factor`, `minimum` or `maximum` is not a power of two from 2**-126
@@ -138,7 +140,7 @@ def scale_loss(
       0.0 32768.0 False
       -5.00e-09 32768.0 True
 
-      In float16 the scale 2**16 is infinite, and without a scale the gradient 5e-9 is 0.
+      The scale 2**16 is infinite in float16. The gradient 5e-9 is 0 without a scale.
     """
     checked = Options.create(**options)
     initial = _check_pow2(initial, "initial")

@@ -40,7 +40,7 @@ def clip_by_block_rms(
     Args:
       threshold: The maximum root mean square of a leaf.
       stacked: The number of leading axes of the leaves that stack separate tensors, as in
-        `optaxclip.scopes.leaf`. If None, it is 0.
+        `optaxclip.scopes.leaf`. Defaults to 0.
       **options: The options that all transformations share, see `optaxclip.RescaleOptions`.
 
     Example:
@@ -74,7 +74,7 @@ def clip_by_norm(
 
     Args:
       max_norm: The maximum norm of a leaf.
-      axes: The axes over which the norms are computed. If None, all axes are used.
+      axes: The axes over which the norms are computed. By default, all axes are used.
       **options: The options that all transformations share, see `optaxclip.NormOptions`.
 
     Example:
@@ -101,9 +101,9 @@ def clip_by_global_norm(
 ) -> Transformation[ClipState]:
     """Clips the gradients by their global norm, which preserves their direction.
 
-    With Muon, use the scope `optaxclip.scopes.muon` instead (see `docs/muon.md`). With a single
-    norm, the gradients of the large matrices that Muon updates would determine how much the
-    gradients for Adam are clipped. Muon's updates do not depend on the scale of its gradients.
+    If you use Muon, use the scope `optaxclip.scopes.muon` instead (see `docs/muon.md`). Otherwise,
+    the gradients of the large matrices that Muon updates determine how much the gradients for Adam
+    are clipped. However, Muon's updates do not depend on the scale of its gradients.
 
     Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
 
@@ -111,7 +111,7 @@ def clip_by_global_norm(
       max_norm: The maximum global norm.
       eps: A number to add to the norm. The factor is then `max_norm / (norm + eps)` if this is
         below 1. With 1e-6, it is exactly the factor of PyTorch, see
-        `optaxclip.responses.clip_with_eps`. If None, no number is added.
+        `optaxclip.responses.clip_with_eps`. By default, no number is added.
       **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Raises:
@@ -152,7 +152,7 @@ def adaptive_grad_clip(
     """Clips the gradients of units relative to the norms of their parameters (AGC).
 
     A unit contains all parameters of one output, see `optaxclip.scopes.unit`. Its threshold is
-    `clipping * max(norm of the unit's parameters, eps)`. The update requires `params`.
+    `clipping * max(norm of the unit's parameters, eps)`. Note that the update requires `params`.
 
     The default of `axis` is correct for the layouts `[in, out]` and `[height, width, in, out]` of
     Flax, Haiku and Keras. Note that it silently uses wrong units for other layouts. For example, it
@@ -173,7 +173,7 @@ def adaptive_grad_clip(
       **options: The options that all transformations share, see `optaxclip.NormOptions`.
 
     Raises:
-      ValueError: If the threshold is negative, NaN or not a scalar. The update also raises it if
+      ValueError: If the threshold is negative, NaN or not a scalar. The update raises it if
         `params` is missing, or if a leaf has rank 6 or more and there is no `axis`.
 
     Example:
@@ -278,8 +278,8 @@ def normalize_by_norm_history(
     For other groups than leaves, use `clip_by`, for example
     `clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")`.
 
-    Non-finite norms are never recorded. In the published code (TianjinYellow/StableSPAM), they stay
-    in the averages forever.
+    Non-finite norms are never recorded. However, they stay in the averages forever in the published
+    code (TianjinYellow/StableSPAM).
 
     Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer.
 
@@ -289,7 +289,7 @@ def normalize_by_norm_history(
         0.9, as in the published code.
       eps: A number to add to the root mean square.
       stacked: The number of leading axes of the leaves that stack separate tensors, as in
-        `optaxclip.scopes.leaf`. If None, it is 0.
+        `optaxclip.scopes.leaf`. Defaults to 0.
       floor: The lower bound on the new norms. Smaller norms are not recorded.
       **options: The options that all transformations share, see `optaxclip.NormOptions`.
 

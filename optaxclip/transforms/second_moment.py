@@ -1,7 +1,7 @@
-"""Clipping of elements by their moving averages: `clip_by_moving_max` and `clip_by_second_moment`.
+"""Elementwise clipping by moving averages: `clip_by_moving_max` and `clip_by_second_moment`.
 
-`NamedMoments` and `zero_moments` store averages of elements in trees like the parameters. They are
-also used by `scale_by_stable_adam`.
+`NamedMoments` and `zero_moments` store averages of elements in trees like the parameters.
+`scale_by_stable_adam` uses them too.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class NamedMoments(NamedTuple):
 
     def get(self, gradients: FlatTree, name: str) -> list[Array]:
         """Returns the averages of the leaves of the gradients."""
-        # The averages are found by name, because the gradients may lack leaves.
+        # Use the names, because the gradients may lack leaves.
         by_name = dict(zip(self.names, self.flat.inexact_leaves(), strict=True))
         averages = [by_name[path] for path in gradients.names()]
         rows = zip(gradients.names(), gradients.inexact_leaves(), averages, strict=True)
@@ -128,7 +128,8 @@ def clip_by_moving_max(
     The average is debiased and includes the current step. Only elements above the average are
     changed. They are multiplied by the ratio of the average to the largest modulus of the leaf.
 
-    Non-finite moduli are never recorded. In the published code, a NaN stays in the average forever.
+    Non-finite moduli are never recorded. However, a NaN stays in the average
+    forever in the published code.
     The published code also restarts its step count at resets of Adam's moments, but not the
     average, which disables clipping for many steps. Here, neither is reset.
 
@@ -137,7 +138,7 @@ def clip_by_moving_max(
     Args:
       decay: The decay of the average.
       stacked: The number of leading axes of the leaves that stack separate tensors, as in
-        `optaxclip.scopes.leaf`. If None, it is 0.
+        `optaxclip.scopes.leaf`. Defaults to 0.
       floor: The lower bound on thresholds. Smaller moduli are not recorded.
       **options: The options that all transformations share, see `optaxclip.RescaleOptions`.
 
@@ -172,7 +173,7 @@ class _ClipElementsAbove(ClipMethod):
         return (*by, select(by.ratio > 0, threshold_values, -1))
 
     def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
-        """Scales a leaf. In a `BCOO`, all summands of an element above the threshold are scaled."""
+        """Scales a leaf, including all summands of an element above the threshold in a `BCOO`."""
         if not is_sparse(leaf) or leaf.unique_indices:
             return super().apply(leaf, columns, axes, options)
         power, ratio, threshold = columns  # [groups of the leaf]
@@ -218,7 +219,7 @@ def clip_by_second_moment(
       warmup_steps: The number of steps without clipping at the start and after resets. Non-finite
         steps are included.
       reset_every: The number of steps after which `v` is reset to zero. SPAM resets it every 500
-        steps together with the moments of Adam. If None, it is never reset. It is static, also in
+        steps together with the moments of Adam. By default, it is never reset. It must be static in
         `optax.inject_hyperparams`.
       name: The name in messages.
 
@@ -228,9 +229,9 @@ def clip_by_second_moment(
       not record which elements were clipped.
 
     Raises:
-      ValueError: If an option is out of its range. The update also raises it for leaves that the
+      ValueError: If an option is out of its range. The update raises it for leaves that the
         parameters at `init` did not have.
-      TypeError: If an option is not a number. `init` and the update also raise it for sparse
+      TypeError: If an option is not a number. `init` and the update raise it for sparse
         leaves.
 
     Example:

@@ -220,8 +220,8 @@ def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
     )
     if nodes and all(map(needs_optimizer, nodes)):
         warn(
-            f"{name} must wrap an optimizer, got only clipping and recording stages, so the moments "
-            "and the weight decay of a later optimizer still change the parameters in skipped "
+            f"{name} must wrap an optimizer, got only clipping and recording stages, so moments "
+            "and weight decay of a later optimizer still change the parameters in skipped "
             f"steps; use {name}(optax.chain(clip, optimizer))"
         )
 
@@ -232,7 +232,7 @@ def _refuse_accumulators(inner_state: PyTree, name: str) -> None:
     A skip restores the previous sum. An earlier spike would stay in this sum and cause skips of all
     later steps.
     """
-    # The correct order of the two wrappers.
+    # The order of the wrappers to use instead, for example in the message.
     orders = {
         optax.MultiStepsState: f"optax.MultiSteps({name}(optimizer, ...), k)",
         optax.ApplyEvery: f"optax.chain({name}(optimizer, ...), optax.apply_every(k))",
@@ -403,7 +403,7 @@ def skip_above(
       check: If "gradients", checks the incoming gradients (the default). If "updates", checks the
         step that `inner` would take. Note that the length of this step does not depend on the scale
         of the gradients in Adam or Muon. Steps with non-finite gradients are skipped in both cases.
-        With "updates", `inner` must not accumulate gradients. Use
+        However, `inner` must not accumulate gradients with "updates". Use
         `optax.MultiSteps(skip_above(adam, threshold, check="updates"), k)` instead.
       norm: The norm of the tree that is compared with `threshold`.
       known_norm: The name of an extra argument of the update that contains the norm of the incoming
@@ -423,8 +423,8 @@ def skip_above(
     Raises:
       ValueError: If a threshold is negative (except for `loss_threshold`), NaN or not a scalar, if
         `loss_threshold` is a rule that only supports norms, or if `known_norm` is used with
-        `check="updates"`. The update also raises it if the loss is missing or not a scalar. `init`
-        also raises it for `optax.MultiSteps` or `optax.apply_every` inside a skip with
+        `check="updates"`. The update raises it if the loss is missing or not a scalar. `init`
+        raises it for `optax.MultiSteps` or `optax.apply_every` inside a skip with
         `check="updates"`.
       TypeError: If `inner` is not a transformation, or if a threshold or the loss is not a number.
 

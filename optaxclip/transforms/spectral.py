@@ -89,7 +89,7 @@ def estimate_largest(prepared: GramForm) -> Array:
 def clip_matrix(x: Array, threshold: Array, *, mode: Mode, iterations: int) -> Array:
     """Clips the singular values of a finite matrix `[rows, columns]`, float32 or wider.
 
-    With the mode "soft", `s` becomes `s / sqrt(1 + (s / threshold)**2)`. With "hard", it becomes
+    The mode "soft" replaces `s` by `s / sqrt(1 + (s / threshold)**2)`, and "hard" replaces it by
     `min(s, threshold)`. An iteration makes two Newton-Schulz steps with one Gram matrix.
     """
     prepared = GramForm.create(x)
@@ -238,9 +238,9 @@ def clip_by_spectral_norm(
 ) -> Transformation[ClipState]:
     """Clips the singular values of matrices in gradients or optimizer updates.
 
-    The singular vectors do not change. With "soft", a singular value `s` becomes
-    `s / sqrt(1 + (s / c)**2)` for the threshold `c`, which is always below `c`. With "hard", it
-    becomes `min(s, c)`. A matrix is then returned unchanged if no singular value exceeds `c`, or
+    The singular vectors do not change. "soft" replaces a singular value `s` by
+    `s / sqrt(1 + (s / c)**2)` for the threshold `c`, which is always below `c`. "hard" replaces it
+    by `min(s, c)`. A matrix is then returned unchanged if no singular value exceeds `c`, or
     exceeds it by less than the error below. Vectors and scalars are clipped by their L2 norm in the
     same way. Leaves with more than two axes are reshaped to `[all but the last, last]`, as is usual
     for convolutions. The leading axes counted by `stacked` stack separate matrices.
@@ -248,8 +248,8 @@ def clip_by_spectral_norm(
     Singular values are clipped by matrix products in full float32 precision (float64 for 64-bit
     leaves) without a decomposition. Compared with NumPy's SVD, the error is below 1e-3 of the
     largest singular value of the result if the largest singular value of the matrix is at most 1e4
-    times `c`, and below 5e-5 if it is at most 100 times `c`. In float32, the first bound is 2e-3 if
-    half of 512 singular values are that large.
+    times `c`, and below 5e-5 if it is at most 100 times `c`. However, the first bound
+    is 2e-3 in float32 if half of 512 singular values are that large.
 
     For a matrix `[m, n]` with `m <= n`, an iteration requires two products with `[m, n]` and four
     with `[m, m]`. At the end, "hard" requires two more with `[m, n]` and 29 with `[m, m]`. Muon
@@ -267,22 +267,22 @@ def clip_by_spectral_norm(
         can also be a dict from the names of the matrices to these.
       mode: "soft" or "hard".
       stacked: The number of leading axes of the leaves that stack separate tensors, as in
-        `optaxclip.scopes.leaf`. If None, it is 0.
+        `optaxclip.scopes.leaf`. Defaults to 0.
       iterations: The number of Newton-Schulz iterations. Use 10 for singular values of 1e4 times
-        `c` and 5 for 100 times `c`. It is static, also in `optax.inject_hyperparams`.
+        `c` and 5 for 100 times `c`. It must be static in `optax.inject_hyperparams`.
       **options: The options that all transformations share, see `optaxclip.TransformOptions`.
 
     Returns:
-      A transformation with a `ClipState`. In its record, `norm` is an estimate of the largest
+      A transformation with a `ClipState`. The `norm` of its record is an estimate of the largest
       singular value. It is usually at most 3 % too low, and an eighth in one of 1,000 matrices.
       `factor` is the multiplier of this singular value. The update returns a tree with the shapes,
       dtypes and weak types of the gradients. Under `jit`, leaves can be sharded.
 
     Raises:
       ValueError: If the threshold is negative, NaN or not a scalar, if the mode or policy is
-        unknown, or if `iterations` is below 1. The update also raises it for leaves that are
+        unknown, or if `iterations` is below 1. The update raises it for leaves that are
         sharded inside `shard_map` or `pmap`.
-      TypeError: If the threshold is not a number. The update also raises it for sparse leaves.
+      TypeError: If the threshold is not a number. The update raises it for sparse leaves.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

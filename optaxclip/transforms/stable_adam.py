@@ -70,8 +70,8 @@ def scale_by_stable_adam(
     the current step. The update of a leaf is
     `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)` with
     `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. RMS is far above 1 if the gradients are much larger
-    than `v`, as before most loss spikes. Weight decay must not be reduced, so use it after this
-    stage in the chain.
+    than `v`, as before most loss spikes. Note that weight decay must not be reduced, so use
+    it after this stage in the chain.
 
     Leaves with non-finite gradients keep their averages. The averages are float32 (float64 for
     float64 leaves). If a trainer casts the state, they keep the new dtypes and are rounded after
@@ -88,7 +88,7 @@ def scale_by_stable_adam(
       eps: A number to add to the root of the second moment.
       clipping_threshold: The maximum `RMS` of a leaf.
       stacked: The number of leading axes of the leaves that stack separate tensors, as in
-        `optaxclip.scopes.leaf`. If None, it is 0.
+        `optaxclip.scopes.leaf`. Defaults to 0.
       nonfinite: The policy for non-finite leaves, as in `optaxclip.clip_by`.
       **options: The options that all transformations share, see `optaxclip.ShardingOptions`.
 
@@ -99,7 +99,7 @@ def scale_by_stable_adam(
     Raises:
       ValueError: If a decay is out of its range, or if `eps` or the threshold is negative, NaN or
         not a scalar.
-      TypeError: If an argument is not a number. The update also raises it for sparse leaves.
+      TypeError: If an argument is not a number. The update raises it for sparse leaves.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -246,7 +246,7 @@ def _divide_by_rms(
     """Computes `x / combine(sqrt(square), eps)`, or 0 if both are 0."""
     eps = lax.max(jnp.asarray(eps).astype(square.dtype), square.dtype.type(0))
     is_positive, root = sqrt_where_positive(square)
-    # Without `eps`, the quotient 0 / inf is used for 0 / 0.
+    # Without `eps`, use 0 / inf instead of 0 / 0. Note that the derivatives are then 0 too.
     zero_divisor = lax.full_like(square, select(eps == 0, jnp.inf, eps))
     divisor = select(is_positive, combine(root, eps), zero_divisor)
     return map_real_imag(lambda part: lax.div(part, divisor), x)

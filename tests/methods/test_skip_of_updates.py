@@ -104,7 +104,7 @@ def test_a_rule_learns_from_the_lengths_of_steps():
 
 def test_what_is_judged_is_one_of_two():
     with pytest.raises(
-        ValueError, match=r"^of must be one of \['gradients', 'updates'\], got 'grad"
+        ValueError, match=r"^check must be one of \['gradients', 'updates'\], got 'grad"
     ):
         skip_above(optax.sgd(0.1), 1.0, check="grads")
     with pytest.raises(
