@@ -257,11 +257,11 @@ VALUE_ERRORS = {
         1.0, norm="inf"
     ),
     r"response must be one of .* got \['clip'\]": lambda: clip_by(TREE, 1.0, response=["clip"]),
-    r"alpha must be from 0 to 1, got 2\.5; .* is z_thresh=": lambda: thresholds.zscore(2.5),
-    r"decay must be from 0 to 1, got 1\.1; a multiple of the average is ratio=": lambda: (
+    r"alpha must be from 0 to 1, got 2\.5; use z_thresh= for a": lambda: thresholds.zscore(2.5),
+    r"decay must be from 0 to 1, got 1\.1; use ratio= for a multiple": lambda: (
         thresholds.ema(1.1)
     ),
-    r"decay must be from 0 to 1, got 3\.0; .* is num_std=": lambda: thresholds.log_tracker(3.0),
+    r"decay must be from 0 to 1, got 3\.0; use num_std= for a": lambda: thresholds.log_tracker(3.0),
     "axis_name names 'x', and nothing here is mapped over an axis of this name": lambda: (
         ops.global_norm(ONE, axis_name="x")
     ),

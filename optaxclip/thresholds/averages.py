@@ -83,7 +83,7 @@ def ema(
     # The target equals the trigger if both have the same decay and ratio.
     shares_average = target_decay is None and target_ratio is None
     settings = _EmaSettings(
-        decay=check_range(decay, 0, 1, "decay", "; a multiple of the average is ratio="),
+        decay=check_range(decay, 0, 1, "decay", "; use ratio= for a multiple of the average"),
         ratio=check_minimum(ratio, 0, "ratio"),
         target_decay=decay
         if target_decay is None
@@ -152,7 +152,7 @@ def zscore(
     """
     option = check_choice(option, get_args(Option), "option")
     settings = _ZScoreSettings(
-        check_range(alpha, 0, 1, "alpha", "; a number of standard deviations is z_thresh="),
+        check_range(alpha, 0, 1, "alpha", "; use z_thresh= for a number of standard deviations"),
         check_minimum(z_thresh, 0, "z_thresh"),
         check_minimum(warmup_steps, 0, "warmup_steps"),
     )

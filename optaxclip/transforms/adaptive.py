@@ -48,8 +48,8 @@ def zclip(
       alpha: The decay of the mean and the variance.
       z_thresh: The z-score above which a norm is a spike.
       warmup_steps: The number of recorded norms after which there is a threshold.
-      max_norm: The upper bound on thresholds, including the warmup. It is 1.0 in
-        the published code. By default, there is no bound.
+      max_norm: The upper bound on thresholds, including the warmup. It is 1.0 in the published
+        code. By default, there is no bound.
       option: The target of a spike, as in `optaxclip.thresholds.zscore`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are

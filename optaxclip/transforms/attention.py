@@ -237,9 +237,9 @@ def clip_attention_logits(
       tree with the shapes, dtypes and weak types of the given updates.
 
     Raises:
-      ValueError: If the threshold is negative, NaN or not a scalar. `init` and the update
-        raise it if `heads` returns None for all leaves, or if `params` or `max_logits` is missing
-        or has wrong shapes.
+      ValueError: If the threshold is negative, NaN or not a scalar. `init` and the update raise
+        it if `heads` returns None for all leaves, or if `params` or `max_logits` is missing or has
+        wrong shapes.
       TypeError: If the threshold is not a number or `heads` is not a function.
 
     Example:

@@ -88,12 +88,12 @@ def scale_loss(
 
     `scale_loss` must be the outermost wrapper. Clipping before it would use scaled gradients.
     Another skip or `optax.MultiSteps` around it would prevent a necessary decrease of the scale.
-    Note that microbatches are steps if `MultiSteps` is inside. If you use `accumulate.value_and_grad`, set
-    `reject_rule=None` so overflowed microbatches are not rejected silently, and do not use `clip`,
-    because it would use scaled gradients.
+    Note that microbatches are steps if `MultiSteps` is inside. If you use
+    `accumulate.value_and_grad`, set `reject_rule=None` so overflowed microbatches are not rejected
+    silently. Do not use its `clip`, because it would use scaled gradients.
 
-    Except for `maximum`, the scale changes as in jmp's `DynamicLossScale`. It grows one good
-    step later in Flax's `DynamicScale`.
+    Except for `maximum`, the scale changes as in jmp's `DynamicLossScale`. It grows one good step
+    later in Flax's `DynamicScale`.
 
     Source: Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740.
 

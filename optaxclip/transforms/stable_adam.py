@@ -70,8 +70,8 @@ def scale_by_stable_adam(
     the current step. The update of a leaf is
     `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)` with
     `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. RMS is far above 1 if the gradients are much larger
-    than `v`, as before most loss spikes. Note that weight decay must not be reduced, so use
-    it after this stage in the chain.
+    than `v`, as before most loss spikes. Note that weight decay must not be reduced, so use it
+    after this stage in the chain.
 
     Leaves with non-finite gradients keep their averages. The averages are float32 (float64 for
     float64 leaves). If a trainer casts the state, they keep the new dtypes and are rounded after
