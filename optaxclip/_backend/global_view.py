@@ -98,7 +98,11 @@ def stateless(update: Callable[..., Any]) -> Transformation[Any]:
         check_updates_not_state(updates, optax.EmptyState, "update")
         return update(updates, params, **extra_args), state
 
-    return transformation(lambda params: optax.EmptyState(), update_fn)
+    def init_fn(params: PyTree) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    return transformation(init_fn, update_fn)
 
 
 def global_view(

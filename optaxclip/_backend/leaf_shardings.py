@@ -427,10 +427,11 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
                 f"specs must name the mesh axes that shard a leaf, got UNCONSTRAINED in {spec}; use "
                 "the names of the axes, or None"
             )
-        unknown = frozenset() if mesh is None else meshes.axes_of(spec) - {*mesh.axis_names}
+        mesh_axes = () if mesh is None else mesh.axis_names
+        unknown = frozenset() if mesh is None else meshes.axes_of(spec) - {*mesh_axes}
         if unknown:
             raise ValueError(
-                f"specs must name axes of the mesh among {list(mesh.axis_names)}, got "
+                f"specs must name axes of the mesh among {list(mesh_axes)}, got "
                 f"{sorted(unknown)} in {spec}; use the names of its axes"
             )
     return mesh, leaf_specs
