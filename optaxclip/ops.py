@@ -23,12 +23,13 @@ import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import as_axis_names, holds_arrays, short
 from optaxclip._base.trees import data_of, flatten, per_leaf, with_data
-from optaxclip._base.types import ArrayLike, AxisName, ClipInfo, NonFinite, PyTree
+from optaxclip._base.types import ArrayLike, AxisName, ClipInfo, Limits, NonFinite, PyTree
 from optaxclip._border.cotangents import Back, of_one_example, with_cotangent
 from optaxclip._engine.clip import clip_tree, group_norms
 from optaxclip.nonfinite import as_policy
 from optaxclip.norms import Norm, average_l2
 from optaxclip.thresholds.checks import checked_limit
+from optaxclip.thresholds.fixed import given
 
 
 def global_norm(
@@ -305,7 +306,8 @@ def _clip_leaf(leaf: str, specs: PyTree, cotangent: Array, limit: Array, **optio
     if specs is None and options["axis_name"] is None:
         cotangent = of_one_example(cotangent, "clip_cotangent")
     named = {"specs": None if specs is None else {leaf: specs}, "name": "clip_cotangent"}
-    return clip_tree({leaf: cotangent}, limit, **named, **options)[0][leaf]
+    rule = given(Limits(limit, limit))
+    return clip_tree({leaf: cotangent}, rule, **named, **options)[0][leaf]
 
 
 def _clip_entries(cotangent: Array, limit: Array) -> Array:
@@ -315,7 +317,8 @@ def _clip_entries(cotangent: Array, limit: Array) -> Array:
 def _clip(tree: PyTree, clip_norm: ArrayLike, **options: Any) -> tuple[PyTree, ClipInfo]:
     _check(tree)
     _check_order(tree, clip_norm)
-    clipped, info = clip_tree(tree, _scalar(clip_norm, "clip_norm"), **options)
+    limit = _scalar(clip_norm, "clip_norm")
+    clipped, info = clip_tree(tree, given(Limits(limit, limit)), **options)
     return _as_came(clipped, tree), info
 
 
@@ -344,4 +347,4 @@ def _check_order(tree: PyTree, *limits: Any) -> None:
 
 def _scalar(value: Any, argument: str) -> Array:
     """`value` as a scalar array; negative numbers and NaN are allowed."""
-    return jnp.asarray(checked_limit(value, argument, allow_any_number=True, off=True))
+    return jnp.asarray(checked_limit(value, argument, allow_any_number=True, off="math.inf"))

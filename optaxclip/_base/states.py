@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
@@ -151,14 +151,6 @@ FRESH_STATE = (
     "and keep the states of the other stages: where this stage is the first of a chain, "
     "opt_state = (tx.init(params)[0], *old_opt_state[1:])"
 )
-
-
-def fresh_if_none(state: Any, init: Callable[[Any], Any], updates: Any) -> Any:
-    """A fresh state in place of None, unless the limit depends on earlier steps."""
-    if state is not None:
-        return state
-    fresh = init(updates)
-    return None if jax.tree.leaves(fresh.rule) else fresh
 
 
 def check_state(

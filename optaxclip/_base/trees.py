@@ -3,7 +3,7 @@
 import collections
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optaxclip._base.arguments import accepts, warn
+from optaxclip._base.arguments import accepts, short, warn
 from optaxclip._base.types import Path, PyTree
 
 
@@ -191,11 +191,15 @@ def _distinct(paths: list[Path]) -> list[Path]:
 def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
     dtype = dtype_of(leaf)
     if dtype is None:
+        remedy = (
+            "Pass the arrays alone: of an Equinox model eqx.filter(model, eqx.is_inexact_array), "
+            "of an NNX module nnx.state(module, nnx.Param)"
+        )
+        if isinstance(leaf, (Iterator, ValuesView, ItemsView)):
+            remedy = "JAX does not read iterators: pass a list or a dict of the arrays"
         raise TypeError(
             f"{argument} must be a pytree of arrays; its leaf '{leaf_name(path)}' is "
-            f"{leaf!r:.80} of type {type(leaf).__name__}. Pass the arrays alone: of an Equinox "
-            "model eqx.filter(model, eqx.is_inexact_array), of an NNX module nnx.state(module, "
-            "nnx.Param)"
+            f"{short(leaf)} of type {type(leaf).__name__}. {remedy}"
         )
     if _is_inexact(dtype):
         return True
@@ -237,6 +241,11 @@ def _outline(tree: PyTree) -> str:
     return f"the leaves {shown} ({type(tree).__name__})"
 
 
+def is_function(value: Any, tree: PyTree) -> bool:
+    """Returns `True` if `value` is a function, and not a pytree prefix of a callable model."""
+    return callable(value) and type(value) is not type(tree)
+
+
 def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument: str) -> list[Any]:
     """One value for each measured leaf of a tree.
 
@@ -245,11 +254,11 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
     """
     if not flat.measured:
         return []
-    if callable(value) and not accepts(value, "path", None) and accepts(value, "tree"):
+    if is_function(value, flat.tree()):
+        if accepts(value, "path", None) or not accepts(value, "tree"):
+            return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.measured]
         of_tree: Any = value
         value = of_tree(flat.tree())
-    elif callable(value):
-        return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.measured]
     positions = jax.tree_util.tree_unflatten(flat.treedef, list(range(len(flat.leaves))))
     try:
         broadcast = jax.tree.broadcast(value, positions)

@@ -12,15 +12,17 @@ Three published methods, written with these parts:
     clip_by(scopes.leaf(), 1.0, norm="rms")
 """
 
+from collections.abc import Callable
 from typing import Any, Unpack
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._border.devices as devices
 from optaxclip._base.grouping import warn_of_many_norms
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._base.states import check_state, fresh_if_none, own_arrays
+from optaxclip._base.states import check_state, own_arrays
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import (
     ArrayLike,
@@ -134,6 +136,15 @@ def stage(
     nothing: Any = None
     always = ClipState(nothing, state_of_fixed(checked, options.name), nothing)
     return stateless(lambda updates, params, **extra: update(updates, always, params, **extra)[0])
+
+
+def fresh_if_none(state: Any, init: Callable[[PyTree], Any], updates: PyTree) -> Any:
+    """A fresh state in place of None, unless the limit depends on earlier steps."""
+    if state is not None:
+        return state
+    # Messages about leaves must name the updates, although `init` takes them for parameters.
+    fresh = init(flatten(updates, "updates").tree())
+    return None if jax.tree.leaves(fresh.rule) else fresh
 
 
 def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any:

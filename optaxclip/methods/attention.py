@@ -20,13 +20,13 @@ from optaxclip._base.numerics import (
     promoted,
     safe_divide,
 )
-from optaxclip._base.states import check_state, fresh_if_none
+from optaxclip._base.states import check_state
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, matching_params, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._border.crossing import Transformation, stateless, transformation
 from optaxclip._border.entries import times
 from optaxclip._border.placement import as_spec
-from optaxclip._engine.clip import clip_by
+from optaxclip._engine.clip import clip_by, fresh_if_none
 from optaxclip.methods.heads import Heads, Place, multiplier, placed
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 

@@ -63,7 +63,7 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
     if callable(max_delta):
         checked_schedule(max_delta, "max_delta", any_shape=True)
     else:
-        max_delta = checked_limit(max_delta, "max_delta", off=True, schedule=True)
+        max_delta = checked_limit(max_delta, "max_delta", off="math.inf", schedule=True)
     return _clip_by_bounds(None, max_delta, ("max_delta", "max_delta"), record)
 
 
@@ -128,7 +128,8 @@ def _clip_by_bounds(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
-        state = init(updates) if state is None and not is_scheduled else state
+        is_fresh = state is None and not is_scheduled
+        state = ClipByValueState(jnp.zeros((), jnp.int32)) if is_fresh else state
         check_state(state, ClipByValueState, name, updates=updates)
         smallest, largest = (_at_step(bound, state.steps) for bound in (low, high))
         return clamped(updates, smallest, largest), ClipByValueState(increased(state.steps))

@@ -51,13 +51,22 @@ class Judged(NamedTuple):
 
 
 def judged(
-    rule: Threshold, state: PyTree, number: Array, name: str, param_norm: Any = None
+    rule: Threshold,
+    state: PyTree,
+    number: Array,
+    name: str,
+    param_norm: Any = None,
+    *,
+    any_sign: bool = False,
 ) -> Judged:
     """Judges a number, such as a norm, by a rule in this state.
 
-    A rule that is relative to the parameters needs their norm.
+    A rule that is relative to the parameters needs their norm. With `any_sign` the number is a
+    loss, whose limit may be negative.
     """
-    limits, state = _limits_of(at_step(rule, state), state, number, param_norm, name=name)
+    limits, state = _limits_of(
+        at_step(rule, state), state, number, param_norm, name=name, any_sign=any_sign
+    )
     is_finite = jnp.isfinite(number)
     is_above = is_finite & (number > limits.trigger.astype(number.dtype))
     return Judged(number, limits.trigger, state, is_above, ~is_finite)

@@ -101,6 +101,8 @@ def skipping(
         # JAX 0.10.2 cannot make zeros like an array in another memory in eager mode.
         inner_state = inner.init(devices.to_device(params))
         _warn_if_all_are_clips(inner_state, name)
+        if of == "updates":
+            _refuse_accumulators(inner_state, name)
         leaves = Names(tuple(sorted(flat.names())))
         info = initial_info(name, scopes.tree()(flat))
         rule = rule_for(limit, [("tree", ())])
@@ -120,17 +122,27 @@ def skipping(
     ) -> tuple[PyTree, SkipState]:
         check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
         norm = known_norm(options, extra_args, "scalar")
+        # Checked before the optimizer, whose own errors would not name the updates.
+        incoming = flatten(updates, "updates").named_like(state.leaves)
         # The optimizer runs at every step, and its results may be dropped after it: so the norms
         # that it takes of the updates share a read with these.
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        flat = flatten(new_updates if of == "updates" else updates, "updates")
-        flat = flat.named_like(state.leaves)
+        flat = incoming
+        if of == "updates":
+            flat = flatten(new_updates, "updates").named_like(state.leaves)
         names, leaf_norms = Names(), jnp.zeros(0)
         if norm is None:
             # The two norms take one read, because the compiler sums each leaf once.
             _, norm = _norms(flat, scopes.tree(), options)
             names, leaf_norms = _norms(flat, scopes.leaf(), options)
             leaf_norms = lax.stop_gradient(leaf_norms)
+        if of == "updates":
+            # An optimizer such as Lion may make finite updates of an infinite gradient, which its
+            # state then keeps.
+            incoming_names, incoming_norms = _norms(incoming, scopes.leaf(), options)
+            is_finite = jnp.isfinite(incoming_norms)
+            norm = jnp.where(jnp.all(is_finite), norm, jnp.nan)
+            leaf_norms = jnp.where(_among(names, incoming_names, ~is_finite), jnp.nan, leaf_norms)
         rule, param_norm = rule_for(limit, [("tree", ())]), None
         params = params_for(rule, params, name)
         if params is not None:
@@ -139,7 +151,7 @@ def skipping(
         is_bad, is_out, of_loss = of_norm.is_bad, of_norm.is_out, None
         if loss_limit is not None:
             loss = loss_among(extra_args, name, options.axis_names)
-            of_loss = judged(loss_limit, state.loss.rule, loss, name)
+            of_loss = judged(loss_limit, state.loss.rule, loss, name, any_sign=True)
             is_bad, is_out = is_bad | of_loss.is_bad, is_out | of_loss.is_out
         skip = is_out
         if max_consecutive is not None:
@@ -182,6 +194,26 @@ def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
             "weights by the moments and the weight decay of an optimizer that comes after it; wrap "
             f"the optimizer too: {name}(optax.chain(clip, optimizer))"
         )
+
+
+def _refuse_accumulators(inner_state: PyTree, name: str) -> None:
+    """Refuses an optimizer that sums gradients or updates over several steps.
+
+    If a step is skipped, the sum before that step is restored. A spike that came earlier remains in
+    the sum, so that all later steps are skipped too.
+    """
+    orders = {
+        optax.MultiStepsState: f"optax.MultiSteps({name}(optimizer, ...), k)",
+        optax.ApplyEvery: f"optax.chain({name}(optimizer, ...), optax.apply_every(k))",
+    }
+    kinds = tuple(orders)
+    for node in jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(node, kinds):
+            raise ValueError(
+                f"{name}: inner must not sum over several steps with of='updates', got a "
+                f"{type(node).__name__} in its state, in which a spike would remain; use "
+                f"{orders[type(node)]}"
+            )
 
 
 def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:

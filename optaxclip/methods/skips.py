@@ -107,7 +107,9 @@ def skip_above(
         `thresholds.window`, `zscore`, `percentile`, `median` or `ema`, whose `floor` is not used.
         (For a negative average `m` the multiple `k` is `m + (k - 1) * abs(m)`.)
       of: "gradients" judges what comes in; "updates" judges the step that `inner` would take, whose
-        length an Adam or a Muon sets itself. A step that is not finite is skipped in either case.
+        length an Adam or a Muon sets itself. Steps with non-finite gradients are skipped in both
+        cases. With "updates", `inner` must not accumulate gradients: write
+        `optax.MultiSteps(skip_above(adam, limit, of="updates"), k)`.
       norm: which norm of the tree is compared with `limit`.
       known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
         norm of the incoming tree. That norm is then not measured, and no leaf can be blamed.
@@ -125,7 +127,8 @@ def skip_above(
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar (a `loss_limit` may be
         negative), for a `loss_limit` that is a rule for norms alone, and for `known_norm` with
-        `of="updates"`; when used, for a loss that is missing or not a scalar.
+        `of="updates"`; when used, for a loss that is missing or not a scalar, and for
+        `optax.MultiSteps` or `optax.apply_every` inside a skip with `of="updates"`.
       TypeError: if `inner` is not a transformation, or a limit or a loss is not a number.
 
     Example:

@@ -18,7 +18,7 @@ from jax import Array, lax
 import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
 from optaxclip._base.arguments import checked_int, checked_name, makes_transformation
-from optaxclip._base.numerics import entries, multiply, root_of_positive, select
+from optaxclip._base.numerics import entries, multiply, root_of_positive, safe_sqrt, select
 from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ArrayLike, ClipState, PyTree
@@ -32,6 +32,7 @@ from optaxclip.methods.elementwise import clamp_leaf
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.base import FLOOR, at_least, within
+from optaxclip.thresholds.checks import checked_limit
 
 
 @registered_state
@@ -169,7 +170,7 @@ def clip_by_second_moment(
       [1.870829 0.5     ]
     """
     settings = _MomentSettings(
-        at_least(threshold, 0, "threshold"),
+        checked_limit(threshold, "threshold", off="math.inf"),
         within(decay, 0, 1, "decay"),
         at_least(warmup_steps, 0, "warmup_steps"),
     )
@@ -243,7 +244,8 @@ def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
     threshold = jnp.asarray(threshold).astype(moment.dtype)
     is_limited = lax.ne(threshold, threshold.dtype.type(jnp.inf))
     # An infinite threshold becomes 1: a product with infinity would have the derivative NaN.
-    of_threshold = lax.sqrt(select(is_limited, threshold, 1))
+    # A negative threshold acts as 0.
+    of_threshold = safe_sqrt(lax.max(select(is_limited, threshold, 1), threshold.dtype.type(0)))
     is_positive, root = root_of_positive(moment)
     is_bound = lax.bitwise_and(is_positive, lax.bitwise_and(is_active, is_limited))
     return select(is_bound, multiply(root, of_threshold), jnp.inf)

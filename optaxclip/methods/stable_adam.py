@@ -236,7 +236,7 @@ def _share(beta: Any, count: Array, dtype: Any) -> Array:
 
 def _over_root(x: Array, square: Array, eps: Any, joined: Callable[[Array, Array], Array]) -> Array:
     """`x / joined(sqrt(square), eps)`, and 0 where both are 0."""
-    eps = _as(eps, square.dtype)
+    eps = lax.max(_as(eps, square.dtype), square.dtype.type(0))
     is_positive, root = root_of_positive(square)
     of_zero = lax.full_like(square, select(eps == 0, jnp.inf, eps))
     divisor = select(is_positive, joined(root, eps), of_zero)

@@ -47,8 +47,8 @@ def clip_by_block_rms(
       [1.4 0.2]
       >>> tx = optax.chain(optax.scale_by_adam(), clip, optax.scale_by_learning_rate(1e-3))
     """
-    limit = as_limit(threshold, "threshold")
-    return clip_by(leaves_apart(stacked), limit, norm="rms", **options)
+    rule = as_limit(threshold, "threshold")
+    return clip_by(leaves_apart(stacked), rule, norm="rms", **options)
 
 
 def leaves_apart(stacked: PyTree | Callable[[str, Array], int] | None) -> scopes.Scope:

@@ -4,11 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from optaxclip._base.arguments import short
 from optaxclip._base.grouping import Grouping
@@ -17,6 +15,7 @@ from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import ArrayLike
 from optaxclip._border.packing import concatenated, split_up
 from optaxclip.per_example.quantile import QuantileLimit
+from optaxclip.thresholds.calling import limits_of
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import rule_for
 
@@ -81,7 +80,7 @@ def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype)
     else:
         entries = [(name, ()) for name in grouping.names]
     rule, norms = rule_for(limit, entries), concatenated([jnp.zeros(x, dtype) for _, x in entries])
-    limits, _ = rule.update(norms, rule.init(norms), None)
+    limits, _ = limits_of(rule, rule.init(norms), norms, None, "limit")
     return split_up(limits.target, [group.shape for group in grouping.groups])
 
 
@@ -107,12 +106,4 @@ def _check_number(limit: Any, argument: str) -> Any:
             "this step, or use per_example_clip_and_aggregate, whose limit may be a schedule or "
             "quantile_limit()"
         )
-    limit = checked_limit(limit, argument, by_name=True)
-    # Privacy depends on this number, so it is checked even if it is an array on a device.
-    if (
-        isinstance(limit, jax.Array)
-        and not isinstance(limit, Tracer)
-        and limit.is_fully_addressable
-    ):
-        checked_limit(np.asarray(limit, np.float64)[()], argument)
-    return limit
+    return checked_limit(limit, argument, by_name=True)

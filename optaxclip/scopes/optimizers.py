@@ -8,7 +8,7 @@ import numpy as np
 
 from optaxclip._base.arguments import asks
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.trees import FlatTree, is_sparse
+from optaxclip._base.trees import FlatTree, is_function, is_sparse
 from optaxclip._base.types import PyTree
 from optaxclip.scopes.leaves import Scope, group, of_trees
 
@@ -79,7 +79,7 @@ def muon_labels(
         chosen = weight_dimension_numbers
         if chosen is None:
             return _labels(params, lambda leaf: np.ndim(leaf) == 2)
-        chosen = chosen(params) if callable(chosen) else chosen
+        chosen = chosen(params) if is_function(chosen, params) else chosen
         try:
             return jax.tree.map(
                 lambda numbers, part: _labels(part, lambda _: _is_muon(numbers)),

@@ -32,7 +32,7 @@ from optaxclip._base.docstrings import completed
 from optaxclip._base.numerics import narrowed, over_power, power_of_two_below, safe_sqrt
 from optaxclip._base.states import Names, increased, registered_state
 from optaxclip._base.types import ArrayLike, Limits, PyTree, Threshold
-from optaxclip.thresholds.checks import checked_limit
+from optaxclip.thresholds.checks import checked_limit, has_value, refuse_narrow
 
 Record = Literal["raw", "clipped", "capped", "accepted"]
 
@@ -47,7 +47,8 @@ _OF_ALL_RULES = {
     "Returns": """Returns:
   A `Threshold`. Its limits are arrays with the shape and dtype of the norms.""",
     "Raises": """Raises:
-  ValueError: if an option is out of its range.""",
+  ValueError: if an option is out of its range.
+  TypeError: if an option is not a number, or a decay has fewer digits than float32.""",
 }
 
 
@@ -110,6 +111,7 @@ class _Static:
     record: Record
     inclusive: bool
     reject: bool
+    has_floor: bool = True
 
     @property
     def rule(self) -> Names:
@@ -163,7 +165,7 @@ def adaptive(
         warmup_steps=at_least(warmup_steps, 0, "warmup_steps"),
         floor=checked_limit(floor, "floor"),
         patience=None if patience is None else at_least(patience, 1, "patience"),
-        max_norm=None if max_norm is None else checked_limit(max_norm, "max_norm"),
+        max_norm=None if max_norm is None else checked_limit(max_norm, "max_norm", off="None"),
     )
     static = _Static(
         statistic, record, checked_bool(inclusive, "inclusive"), checked_bool(reject, "reject")
@@ -185,12 +187,12 @@ def of_any_sign(rule: Threshold, argument: str) -> Threshold:
             "got a rule for norms alone: use thresholds.window, zscore, percentile, median or "
             "ema, or a number"
         )
-    options = options._replace(floor=-jnp.inf)
+    static = dataclasses.replace(static, has_floor=False)
     return dataclasses.replace(rule, update=Partial(_update, static, options, settings))
 
 
 def at_least(value: Any, minimum: float, argument: str) -> Any:
-    """`value`, checked to be a number; unless it is an array, it must be at least `minimum`."""
+    """`value`, checked to be a number; unless it is traced, it must be at least `minimum`."""
     return within(value, minimum, float("inf"), argument)
 
 
@@ -211,12 +213,14 @@ def multiple(number: Any, of: Array) -> Array:
 
 
 def within(value: Any, low: float, high: float, argument: str, remedy: str = "") -> Any:
-    """`value`, checked to be a number; unless it is an array, it must be from `low` to `high`.
+    """`value`, checked to be a number; unless it is traced, it must be from `low` to `high`.
 
-    `remedy` ends the message.
+    A number with a largest value must have the digits of float32. `remedy` ends the message.
     """
     value = checked_limit(value, argument)
-    if not isinstance(value, jax.Array) and not low <= float(value) <= high:
+    if high < float("inf"):
+        refuse_narrow(value, argument)
+    if has_value(value) and not low <= float(jax.device_get(value)) <= high:
         raise ValueError(f"{argument} must be from {low:g} to {high:g}, got {value!r}{remedy}")
     return value
 
@@ -252,9 +256,11 @@ def _update(
     statistic = static.statistic
     period = getattr(statistic, "window", 1)
     is_finite, largest = jnp.isfinite(norms), float(jnp.finfo(jnp.float32).max)
+    # A traced floor may be negative, but a rule must not record a negative limit as a norm.
+    floor = jnp.maximum(as_float(options.floor), 0) if static.has_floor else as_float(-jnp.inf)
     # The state is float32, so norms in float64 are converted.
     norm = narrowed(jnp.where(is_finite, norms, 0), jnp.dtype(jnp.float32))
-    counts = is_finite & (norm >= as_float(options.floor))
+    counts = is_finite & (norm >= floor)
 
     def recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
         x = jnp.clip(x, -largest, largest)
@@ -267,9 +273,7 @@ def _update(
         count, kept = recorded(norm, counts)
     rule = statistic.limits(settings, kept, norm, count)
     is_ready = count >= options.warmup_steps
-    trigger, target = (
-        jnp.where(is_ready, jnp.maximum(limit, as_float(options.floor)), jnp.inf) for limit in rule
-    )
+    trigger, target = (jnp.where(is_ready, jnp.maximum(limit, floor), jnp.inf) for limit in rule)
     if static.reject:
         target = jnp.where(jnp.isinf(trigger), trigger, 0)
     is_above = is_finite & (norm > trigger)

@@ -43,11 +43,18 @@ def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | No
 
 
 def limits_of(
-    rule: Threshold, state: PyTree, norms: Array, param_norms: Array | None, name: str
+    rule: Threshold,
+    state: PyTree,
+    norms: Array,
+    param_norms: Array | None,
+    name: str,
+    any_sign: bool = False,
 ) -> tuple[Limits, PyTree]:
     """A rule's limits for these norms, and its next state, in the dtypes of the state before.
 
-    They are the dtypes of that state because a trainer may have cast it to a narrower dtype.
+    They are the dtypes of that state because a trainer may have cast it to a narrower dtype. A
+    negative limit acts as 0, because a negative factor would turn the gradient around. With
+    `any_sign` the rule is for losses, which may be negative.
     """
     _check_state(rule, state, norms, name)
     limits, new = limits_by(rule, norms, state, param_norms, name)
@@ -56,6 +63,8 @@ def limits_of(
         for limit in limits:
             others = devices.varying_axes(limit) - measured
             devices.refuse_different(limit, others, f"{name}: the limit")
+    if not any_sign:
+        limits = Limits(*(jnp.where(limit < 0, 0, limit) for limit in limits))
     return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from optaxclip._base.arguments import is_uncalled, one_of_several, refuse_uncalled, short
+from optaxclip._base.arguments import is_uncalled, one_of_several, refuse_uncalled, short, warn
 from optaxclip._base.numerics import is_real
 
 
@@ -19,21 +20,23 @@ def checked_limit(
     argument: str,
     *,
     allow_any_number: bool = False,
-    off: bool = False,
+    off: str = "",
     schedule: bool = False,
     by_name: bool = False,
 ) -> Any:
     """`limit`, checked to be a scalar that can be a limit.
 
+    The value of an array is checked like that of a number, unless the array is traced.
+
     Args:
       limit: a Python, NumPy, JAX or traced scalar.
       argument: what it is called in messages.
       allow_any_number: whether negative numbers and NaN are allowed.
-      off: whether messages add that `math.inf` switches clipping off.
+      off: the value that switches clipping off, for messages. With it, 0 causes a warning.
       schedule: whether messages add that it may be a schedule, or a dict of limits.
       by_name: whether messages add that it may be a dict of limits.
     """
-    hint = "; to switch clipping off pass math.inf" if off else ""
+    hint = f"; to switch clipping off pass {off}" if off else ""
     if not is_real(limit):
         kinds = "a number, a scalar array or a schedule" if schedule else "a number or scalar array"
         raise TypeError(
@@ -45,14 +48,19 @@ def checked_limit(
         a_dict = "pass a dict from the names of the groups, as in optaxclip.clip_by"
         remedy = f"; to give each group a limit, {a_dict}" if schedule or by_name else ""
         raise ValueError(f"{argument} must be a scalar, got an array of shape {shape}{remedy}")
-    if isinstance(limit, jax.Array):
+    is_array = isinstance(limit, jax.Array)
+    if is_array and (allow_any_number or not has_value(limit)):
         return limit
     try:
-        value = float(limit)
+        value = float(jax.device_get(limit) if is_array else limit)
     except OverflowError:  # an integer above all floats
         value = limit = math.inf if limit > 0 else -math.inf
     if not allow_any_number and (math.isnan(value) or value < 0):
         raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}{hint}")
+    if off and value == 0 and not allow_any_number:
+        warn(f"{argument} is 0, so no gradient passes and nothing is trained{hint}")
+    if is_array:
+        return limit
     # A number too large for JAX's default float dtype is infinite; NumPy would warn of it later.
     if abs(value) > float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max):
         return math.copysign(math.inf, value)
@@ -66,7 +74,8 @@ def checked_decay(decay: Any, argument: str) -> Any:
     A decay of 1 gives all values the weight 0, so that a debiased average would be 0 / 0.
     """
     checked_limit(decay, argument, allow_any_number=True)
-    if isinstance(decay, jax.Array):
+    refuse_narrow(decay, argument)
+    if not has_value(decay):
         return decay
     if not 0 <= decay < 1:
         raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
@@ -76,6 +85,28 @@ def checked_decay(decay: Any, argument: str) -> Any:
             "largest decay is 0.99999994"
         )
     return decay
+
+
+def has_value(number: Any) -> bool:
+    """Whether a number can be compared now: it is neither traced nor on other hosts alone."""
+    is_array = isinstance(number, jax.Array)
+    return not is_array or (not isinstance(number, Tracer) and number.is_fully_addressable)
+
+
+def refuse_narrow(number: Any, argument: str) -> None:
+    """Refuses an array with fewer digits than float32 for a number near the end of its range.
+
+    In bfloat16 a decay of 0.999 is 1, so that an average would never move.
+    """
+    dtype = getattr(number, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return
+    if jnp.finfo(dtype).eps > jnp.finfo(jnp.float32).eps:
+        raise TypeError(
+            f"{argument} must have at least the digits of float32, got an array of dtype {dtype}, "
+            "in which 0.999 may be 1; with optax.inject_hyperparams pass "
+            "hyperparam_dtype=jnp.float32"
+        )
 
 
 def refuse_parts(limit: Any, argument: str) -> None:

@@ -225,7 +225,7 @@ _LARGEST_LOG = np.log1p(np.finfo(np.float32).max)
 def _log_limit(settings: _TrackerSettings, state: _TrackerState) -> Array:
     std = jnp.maximum(state.moments.std, 1e-3)
     cap = state.moments.mean + multiple(settings.num_std, std)
-    return jnp.maximum(cap, jnp.log1p(as_float(settings.min_limit)))
+    return jnp.maximum(cap, jnp.log1p(jnp.maximum(as_float(settings.min_limit), 0)))
 
 
 class _AdaGCSettings(NamedTuple):

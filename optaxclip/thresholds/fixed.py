@@ -1,7 +1,6 @@
 """Limits that do not depend on the past: a constant, a schedule, a share of the parameters."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -40,8 +39,7 @@ def constant(limit: ArrayLike) -> Threshold:
       >>> print(limits.target)
       [1. 1.]
     """
-    limit = checked_limit(limit, "limit", off=True)
-    return Threshold(Partial(_no_state), Partial(_constant, limit))
+    return _constant_rule(checked_limit(limit, "limit", off="math.inf"))
 
 
 @makes_rule
@@ -65,6 +63,10 @@ def schedule(fn: Callable[[Array], ArrayLike]) -> Threshold:
       1.0
     """
     return _rule_of_schedule(fn, "fn")
+
+
+def _constant_rule(checked: Any) -> Threshold:
+    return Threshold(Partial(_no_state), Partial(_constant, checked))
 
 
 def _rule_of_schedule(fn: Callable[[Array], ArrayLike], argument: str) -> Threshold:
@@ -100,9 +102,10 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Thresh
 def relative(ratio: ScalarOrSchedule, eps: ArrayLike, argument: str) -> Threshold:
     """`relative_to_params`, with `argument` as the name of `ratio` in messages."""
     eps = checked_limit(eps, "eps")
-    checked = functools.partial(checked_limit, argument=argument, off=True, schedule=True)
-    is_schedule = callable(ratio)
-    inner = _rule_of_schedule(ratio, argument) if is_schedule else constant(checked(ratio))
+    if callable(ratio):
+        inner = _rule_of_schedule(ratio, argument)
+    else:
+        inner = _constant_rule(checked_limit(ratio, argument, off="math.inf", schedule=True))
     return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 
@@ -136,11 +139,11 @@ def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
     refuse_parts(limit, argument)
     if callable(limit):
         return _rule_of_schedule(limit, argument)
-    return checked_limit(limit, argument, off=True, schedule=True)
+    return checked_limit(limit, argument, off="math.inf", schedule=True)
 
 
 def _as_rule(checked: Any) -> Threshold:
-    return checked if isinstance(checked, Threshold) else constant(checked)
+    return checked if isinstance(checked, Threshold) else _constant_rule(checked)
 
 
 def rule_for(
@@ -225,8 +228,8 @@ def _zero_count(norms: Array) -> Array:
 
 
 def _filled(limit: Any, norms: Array) -> Array:
-    """A limit in the shape and dtype of the norms; a negative one becomes 0."""
-    return jnp.broadcast_to(jnp.maximum(jnp.asarray(limit).astype(norms.dtype), 0), norms.shape)
+    """A limit in the shape and dtype of the norms."""
+    return jnp.broadcast_to(jnp.asarray(limit).astype(norms.dtype), norms.shape)
 
 
 def _constant(

@@ -59,6 +59,7 @@ def clip_tree(grads, limit):
 clip_tree_traced = jax.jit(clip_tree)
 
 
+@pytest.mark.filterwarnings("ignore:max_norm is 0")
 @pytest.mark.parametrize("mode", ["number", "traced"])
 @pytest.mark.parametrize(
     ("dtype", "entries", "limit", "expected"),

@@ -289,6 +289,7 @@ def bits(dtype):
 
 
 @pytest.mark.by_day(1)
+@pytest.mark.filterwarnings("ignore:limits is 0")
 @pytest.mark.parametrize("scope", ["tree", "unit"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
 def test_below_the_limit_nothing_changes(dtype, scope):

@@ -85,3 +85,36 @@ def test_more_seeds_are_asked_for_as_each_caller_can_pass_them():
     result = SweepResult(one, None, row, row, row, one, one > 2, 0.1, 1.0, None, one)
     assert "pass seeds=3 or more" in str(result)
     assert "pass --seeds 3 or more" in result.table(more_seeds="--seeds 3")
+
+
+ITERATORS = {
+    "generator": lambda: (leaf for leaf in GRADS.values()),
+    "iterator": lambda: iter(GRADS.values()),
+    "values": GRADS.values,
+    "generator in a dict": lambda: GRADS | {"w": (x for x in GRADS["w"])},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type:DeprecationWarning")  # of JAX 0.10.2
+@pytest.mark.parametrize("name", METHODS)
+def test_iterators_in_place_of_gradients_are_refused(name):
+    if name in ("clip_attention_logits", "hyperball"):
+        pytest.skip("the table wraps its update")
+    tx = METHODS[name].make()
+    fixed = METHODS[name]
+    states = [tx.init(PARAMS)]
+    if not (fixed.has_memory or fixed.counts or fixed.shares == "step" or name == "reset_state"):
+        states.append(None)
+    for state in states:
+        for make in ITERATORS.values():
+            with pytest.raises(TypeError, match=r"^updates must be a .*: pass a list or a dict"):
+                tx.update(make(), state, PARAMS)
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type:DeprecationWarning")  # of JAX 0.10.2
+def test_skips_check_gradients_before_optimizers():
+    adam, said = optax.adam(1e-3), r"^updates must be a pytree of arrays; .*pass a list or a dict"
+    skips = [optaxclip.skip_nonfinite(adam), skip_above(adam, 1.0)]
+    for tx in [*skips, skip_above(adam, 1.0, of="updates"), optaxclip.scale_loss(adam)]:
+        with pytest.raises(TypeError, match=said):
+            tx.update(ITERATORS["generator"](), tx.init(PARAMS), PARAMS)

@@ -109,3 +109,55 @@ def test_what_is_judged_is_one_of_two():
         skip_above(optax.sgd(0.1), 1.0, of="grads")
     with pytest.raises(ValueError, match="known_norm='grad_norm' is of gradients"):
         skip_above(optax.sgd(0.1), 1.0, of="updates", known_norm="grad_norm")
+
+
+HIDING = {"lion": optax.lion(0.1), "sign": optax.sign_sgd(0.1), "rprop": optax.rprop(0.1)}
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_skip_of_updates_rejects_nonfinite_gradients(bad):
+    """Lion and others make finite updates of an infinite gradient, and keep it in their state."""
+    good = {"b": jnp.ones(2), "w": jnp.full((3, 2), -1.0)}
+    wrong = good | {"w": good["w"].at[1, 0].set(bad)}
+
+    @jax.jit
+    def run(good, wrong):
+        found = {}
+        for name, inner in HIDING.items():
+            tx = skip_above(inner, 1e3, of="updates")
+            _, before = tx.update(good, tx.init(PARAMS), PARAMS)
+            updates, after = tx.update(wrong, before, PARAMS)
+            found[name] = updates, before.inner_state, after
+        return found
+
+    for updates, inner_state, state in run(good, wrong).values():
+        assert all(not np.any(x) for x in jax.tree.leaves(updates))
+        jax.tree.map(np.testing.assert_array_equal, state.inner_state, inner_state)
+        assert (int(state.num_skipped), int(state.info.num_nonfinite)) == (1, 1)
+        assert monitor.bad_leaves(state) == ("w",)
+
+
+def test_skip_of_updates_refuses_accumulators():
+    adam, apply_every = optax.adam(0.1), optax.apply_every(2)
+    multi_steps = optax.MultiSteps(adam, 2).gradient_transformation()
+    order = r"use optax\.MultiSteps\(skip_above\(optimizer, \.\.\.\), k\)$"
+    for inner in (multi_steps, optax.chain(optax.clip(1.0), multi_steps)):
+        with pytest.raises(ValueError, match=f"MultiStepsState in its state.*{order}"):
+            skip_above(inner, 1.0, of="updates").init(PARAMS)
+        skip_above(inner, 1.0).init(PARAMS)
+    order = r"use optax\.chain\(skip_above\(optimizer, \.\.\.\), optax\.apply_every\(k\)\)$"
+    with pytest.raises(ValueError, match=f"ApplyEvery in its state.*{order}"):
+        skip_above(optax.chain(adam, apply_every), 1.0, of="updates").init(PARAMS)
+
+
+def test_skip_of_updates_recovers_in_accumulators():
+    """The orders of wrappers that the messages name."""
+    skip = skip_above(optax.sgd(1.0), 10.0, None, of="updates")
+    steps = optax.MultiSteps(skip, 2).gradient_transformation()
+    for tx in (steps, optax.chain(skip, optax.apply_every(2))):
+        state, moved = tx.init(PARAMS), []
+        update = jax.jit(tx.update)
+        for size in (1.0, 1e3, 1.0, 1.0, 1.0, 1.0):
+            updates, state = update(jax.tree.map(lambda x, n=size: x + n, PARAMS), state, PARAMS)
+            moved.append(bool(updates["b"][0] != 0))
+        assert moved[4:] == [False, True]

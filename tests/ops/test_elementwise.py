@@ -123,6 +123,7 @@ COMPLEX = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:max_delta is 0")
 @pytest.mark.parametrize(("limit", "entry", "expected"), COMPLEX)
 def test_complex_entries_keep_their_phase_over_the_whole_range(limit, entry, expected):
     grads, tx = jnp.array([entry], jnp.complex64), optaxclip.clip(limit)

@@ -155,6 +155,8 @@ GIVEN = {
     "window": {"num_std": 2.0, "min_std": 0.5},
     "median": {"scale": 2.0, "max_norm": 4.0},
 }
+NEEDS_DIGITS = {"decay", "target_decay", "mean_decay", "square_decay", "alpha", "beta", "target"}
+NEEDS_DIGITS |= {"percentile"}
 WITHOUT_A_CAP = {"mean_over_rms": {"mean_decay": 0.5, "square_decay": 0.5, "eps": 0.5}}
 
 
@@ -175,7 +177,10 @@ def test_numbers_may_have_any_dtype(name):
             # A norm in float64 is compared as it is; what it is brought to is float32.
             expected = [jnp.ones(2).dtype, jnp.float32]
             for kind in KINDS:
-                numbers = {key: kind(x) for key, x in given.items()}
+                wide = np.float32 if kind is jnp.bfloat16 else kind
+                numbers = {
+                    key: wide(x) if key in NEEDS_DIGITS else kind(x) for key, x in given.items()
+                }
                 found = jax.eval_shape(lambda numbers=numbers: limits(numbers))
                 assert [limit.dtype for limit in found] == expected
                 found = jax.eval_shape(limits, jax.tree.map(jnp.asarray, numbers))
@@ -246,7 +251,8 @@ def test_a_window_warms_up_for_half_of_its_length():
 def test_numbers_of_a_quantile_over_examples_may_have_any_dtype(kind):
     names = ("target", "learning_rate", "init_limit", "count_noise", "min_limit", "max_limit")
     with jax.enable_x64(True):
-        rule = per_example.quantile_limit(**dict.fromkeys(names, kind(0.5)))
+        numbers = dict.fromkeys(names, kind(0.5)) | {"target": np.float32(0.5)}
+        rule = per_example.quantile_limit(**numbers)
         count, key = jnp.zeros((), jnp.int32), jax.random.key(0)
         state = jax.eval_shape(rule.init)
         after = jax.eval_shape(lambda state: rule.update(state, count, 8, key, batch_size=8), state)
