@@ -1,11 +1,11 @@
-"""Draws the pictures of `docs/`, most of them from runs.
+"""Draws the pictures of `docs/`.
 
   python docs/pictures.py
 
-It takes some minutes on two cores, and prints what the pages say of the pictures: the demo's table,
-the suggestion, the sweep. The numbers repeat on one machine. Another machine rounds differently,
-and exploding gradients amplify any difference. `batch.png`, `example.png` and `recovery.png` are of
-the programs in commit 90f72813.
+It takes some minutes on two cores, and prints the figures of the pages: the table of the demo, the
+suggestion and the sweep. The numbers are reproducible on one machine. Other machines round
+differently, and exploding gradients amplify the differences. The programs of `batch.png`,
+`example.png` and `recovery.png` are in commit 90f72813.
 """
 
 import sys
@@ -35,16 +35,16 @@ from optaxclip.plots.style import legend_below
 DOCS = Path(__file__).parent
 STEPS, SEED = 600, 0
 SWEEP_STEPS = 200
-LIMITS = np.geomspace(0.03, 1000.0, 10)
-# In points and inches: on a phone, where a picture has 350 pixels, letters have 11. Two axes beside
-# each other would have no room for that.
+THRESHOLDS = np.geomspace(0.03, 1000.0, 10).round(3).tolist()
+# In points and inches. On a phone with a width of 350 pixels, letters have 11 pixels, so axes are
+# below each other.
 LETTERS, WIDTH = {"font.size": 13}, 5.6
 TWO, ONE = (WIDTH, 6.8), (WIDTH, 4.2)
 DPI = 200
 
 
 def draw_demo(corpus: demo.Corpus) -> np.ndarray:
-    """Draws the demo's picture, and returns the norms of its run with `clip_by_global_norm`."""
+    """Draws the demo, and returns the norms of its run with `clip_by_global_norm`."""
     print(demo.HEADER)
     histories = {}
     for name, method in demo.METHODS.items():
@@ -60,28 +60,32 @@ def draw_demo(corpus: demo.Corpus) -> np.ndarray:
 
 
 def sweep(corpus: demo.Corpus) -> tuning.SweepResult:
-    """Trains the demo's network with each limit."""
+    """Trains the demo's network with each threshold."""
     text, sgd = jax.numpy.asarray(corpus.train), demo.sgd(SWEEP_STEPS)
 
     def init_fn(key: Array) -> Any:
         params = demo.initial_params(key)
         return params, sgd.init(params)
 
-    def step_fn(state: Any, starts: Array, limit: Array) -> tuple[Any, Array, Array]:
+    def step_fn(
+        state: Any, starts: Array, threshold: Array
+    ) -> tuple[Any, Array, Array]:
         params, opt_state = state
         batch = demo.windows(text, starts)
         loss, grads = jax.value_and_grad(demo.loss_fn)(params, batch)
-        grads, norm = optaxclip.ops.clip_by_global_norm(grads, limit)
+        grads, norm = optaxclip.ops.clip_by_global_norm(grads, threshold)
         updates, opt_state = sgd.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss, norm
 
     starts = demo.batch_starts(corpus, SWEEP_STEPS, SEED)
     key = jax.random.key(SEED)
-    return tuning.sweep(init_fn, step_fn, LIMITS, SWEEP_STEPS, key=key, data=starts)
+    return tuning.sweep(
+        init_fn, step_fn, THRESHOLDS, SWEEP_STEPS, key=key, data=starts
+    )
 
 
-def draw_limits(norms: np.ndarray, result: tuning.SweepResult) -> None:
-    """Draws the recorded norms over the steps, their histogram, and the sweep's curve."""
+def draw_thresholds(norms: np.ndarray, result: tuning.SweepResult) -> None:
+    """Draws the recorded norms, their histogram and the sweep."""
     suggestion = tuning.suggest(norms)
     print(suggestion)
     print(result)
@@ -98,7 +102,7 @@ def draw_limits(norms: np.ndarray, result: tuning.SweepResult) -> None:
 
 
 def main() -> None:
-    """Draws all of them."""
+    """Draws all pictures."""
     places.draw(DOCS / "places.png", DPI)
     text = demo.help_topics()
     layers.draw(DOCS, LETTERS, DPI, text, SEED)
@@ -106,7 +110,7 @@ def main() -> None:
         formats.draw(DOCS / "numbers.png", DPI)
     corpus = demo.encode(text)
     norms = draw_demo(corpus)
-    draw_limits(norms, sweep(corpus))
+    draw_thresholds(norms, sweep(corpus))
 
 
 if __name__ == "__main__":
