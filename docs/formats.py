@@ -2,9 +2,9 @@
 
   python docs/formats.py  # some minutes; `pictures.py` runs it too
 
-Weights, moments and updates are float32. The loss converts the weights, so activations and gradients
-have the format. For float8, only the weights and their gradients are rounded to it, and products are
-bfloat16. All runs have the same seed.
+Weights, moments and updates are float32. The loss converts the weights, so activations and
+gradients have the format. For float8, only the weights and their gradients are rounded to it, and
+products are bfloat16. All runs have the same seed.
 """
 
 import functools

@@ -52,9 +52,7 @@ def draw(path: Path, dpi: int) -> None:
     )
     ax.plot([MIDDLE - 0.5, BYPASS, BYPASS], [begin, begin, end], **bypass)
     _arrow(ax, (BYPASS, end), (MIDDLE - 0.45, end), **bypass)
-    _note(
-        ax, begin, "around: skips bad steps", "skip_nonfinite, skip_above", AROUND
-    )
+    _note(ax, begin, "around: skips bad steps", "skip_nonfinite, skip_above", AROUND)
     for y, name in ((begin, "gradients"), (end, "weights")):
         ax.text(MIDDLE, y, name, ha="center", va="center", weight="bold")
     figure.savefig(path, dpi=dpi)
