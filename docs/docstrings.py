@@ -4,12 +4,14 @@ import importlib
 import inspect
 import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import griffe
 
 from optaxclip._base.validation import add_default_sections, parse_sections
 
+ROOT = Path(__file__).parents[1]
 OPTIONS = "\n  **options: "
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):$", re.MULTILINE)
 # What `::` leads in, and tables with their lines of dashes.
@@ -18,6 +20,8 @@ INDENTED = re.compile(r"(?::(:)\n\n|(?<=\n\n))((?:  .*\n)+(?:\n+(?:  .*\n)+)*)")
 # A name in full is a link, where the reference has it, and so is a paper's number.
 # Griffe may hand over a docstring twice.
 NAME = re.compile(r"(?<!optional>)`(optaxclip(?:\.\w+)+)`")
+# A page is named as in the repository. All docstrings are on pages of `api/`.
+PAGE = re.compile(r"`(docs/([\w/]+)\.md)`")
 PAPER = re.compile(r"(?<!\[)\barXiv[:\s]\s*(\d{4}\.\d{4,5})")
 EXAMPLE = re.compile(r"^Example:\n((?:  .*\n|\n)+)", re.MULTILINE)
 
@@ -42,7 +46,7 @@ class Docstrings(griffe.Extension):
         while modules:
             members = [
                 found
-                for found in modules.pop().leaf_indices.values()
+                for found in modules.pop().members.values()
                 if not found.is_alias
             ]
             modules += [found for found in members if found.is_module]
@@ -80,6 +84,7 @@ def as_markdown(text: str) -> str:
     """A docstring with the example second, links, and fences where its text is indented."""
     text = NAME.sub(r'<autoref identifier="\1" optional>`\1`</autoref>', text) + "\n"
     text = PAPER.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+    text = PAGE.sub(_page_link, text)
     section = SECTION.search(text)
     begin = section.start() if section else len(text)
     head, rest = INDENTED.sub(_fenced, text[:begin]), text[begin:]
@@ -89,6 +94,14 @@ def as_markdown(text: str) -> str:
         head = f"{first}\n\nExamples:\n{example[1].rstrip()}\n{blank}{others}"
         rest = rest.replace(example[0], "")
     return f"{head.rstrip()}\n\n{rest}".rstrip() + "\n"
+
+
+def _page_link(match: re.Match[str]) -> str:
+    """Returns a link to a page of the site, with the page's title."""
+    title = (
+        (ROOT / match[1]).read_text("utf-8").partition("\n")[0].removeprefix("# ")
+    )
+    return f"[{title}](../{match[2]}.md)"
 
 
 def _fenced(block: re.Match[str]) -> str:

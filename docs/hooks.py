@@ -25,11 +25,13 @@ WIDE = {
     "evidence_figures.md": ["navigation"],
 }
 """What leaves its place to tables."""
-# The reference, Muon and the loops are found before pages that name a word in passing, and these
-# before tables; "histogram" finds the page before the reference.
+# The search finds guides before the reference, and tables, lists and notebooks last. The first
+# pattern that matches a page counts.
 BOOSTS = {
-    re.compile(r"api/|muon|recipes/loops"): 8.0,
-    re.compile(r"numbers"): 16.0,
+    re.compile(r"numbers|privacy"): 16.0,
+    re.compile(r"limit\.md|recipes/(logs|precision)"): 10.0,
+    re.compile(r"layers|muon|where|coming|recipes/loops"): 8.0,
+    re.compile(r"faq|which|recipes/|devices|recovery|batch|example"): 4.0,
     re.compile(
         r"evidence_figures|CHANGELOG|benchmarks/|trainers|upstream|notebooks/"
     ): 0.001,
@@ -61,6 +63,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     for pages, boost in BOOSTS.items():
         if pages.match(page.file.src_uri):
             page.meta["search"] = {"boost": boost}
+            break
     return links.rewritten(markdown, _path(page))
 
 

@@ -89,7 +89,9 @@ def test_one_version_everywhere():
 def test_only_a_tag_of_the_version_with_a_dated_entry_may_publish(tmp_path, tag, heading, reason):
     for name in ("pyproject.toml", "CITATION.cff", "optaxclip/__init__.py", ".ci/release_version"):
         text = (ROOT / name).read_text("utf-8").replace(PROJECT["version"], "0.1.0")
-        text = re.sub(r"^date-released: .*", "date-released: 2026-12-01", text, flags=re.MULTILINE)
+        if name == "CITATION.cff":
+            text = re.sub(r"^date-released: .*\n", "", text, flags=re.MULTILINE)
+            text += "date-released: 2026-12-01\n"
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, "utf-8")
     (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n", "utf-8")

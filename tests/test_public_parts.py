@@ -62,7 +62,6 @@ KINDS["argument of a rule"] = {
     if not isinstance(x.default, bool)  # whose tests are in tests/engine/test_flags.py
     and argument not in {*inspect.signature(thresholds.adaptive).parameters, "max_norm"}
 }
-KINDS["function"] = {name.rpartition(".")[2] for name in FUNCTIONS}
 KINDS["package"] = {
     *(f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")),
     *(path.name for path in PACKAGE.glob("*.py") if path.name != "__init__.py"),
@@ -130,13 +129,6 @@ def methods_made() -> set[str]:
 CONTRACT = inspect.getsource(methods_table)
 IN_CODE = "no name of its own: a function or value is passed"
 OF_EXAMPLES = "takes gradients of examples: tests/per_example"
-OLD = """
-    adaptive as_norm as_response auto_s axes clip_by_average_norm clip_with_eps constant
-    ema given global_norm group history_names log_tracker lp mean_over_rms median
-    normalize per_example_global_norm_clip
-    per_example_layer_norm_clip percentile quantile relative_to_params schedule smooth
-    tree unit
-"""
 LABELS = "groups by labels, as `group` does"
 MEMBERS = "needs leaves with an axis in common: tests/engine/test_members.py"
 
@@ -279,11 +271,6 @@ TABLES = {
         {"clip_by_value": "has no norm"},
     ),
     # All.
-    "functions: CHANGELOG": Table(
-        "function",
-        lambda: {*re.findall(r"\w+", " ".join(in_code(page("CHANGELOG.md"))))},
-        dict.fromkeys(OLD.split(), "the first version's entry names its namespace"),
-    ),
     "packages: CONTRIBUTING's map": Table("package", lambda: in_code(the_map())),
 }
 

@@ -92,9 +92,9 @@ def test_code_runs(page, block):
     if "last_factor" in found:
         assert found["last_factor"] == pytest.approx(0.4)
     if "unit_norms" in found:
-        np.testing.assert_allclose(found["unit_norms"], found["unit_thresholds"], 1e-6)
-    if "verdict" in found:
-        assert found["verdict"] == "skipped"
+        np.testing.assert_allclose(found["unit_norms"], found["unit_limits"], 1e-6)
+    if "status" in found:
+        assert found["status"] == "skipped"
     if "bad" in found:
         assert found["bad"] == ("b",)
         assert not any(update.any() for update in found["updates"].values())
@@ -106,7 +106,7 @@ def test_code_runs_in_a_process_of_its_own(name):
     skip_without_packages(ALONE[name])
     code = f"{ALONE[name]}\nassert losses[-1] < losses[0] / 2\n"
     if name == "wandb":
-        code += "assert logged['clip_by_global_norm/threshold'] == 1.0\n"
+        code += "assert logged['clip_by_global_norm/limit'] == 1.0\n"
         # The summary has no last step before the run ends. Three entries alike share a bin.
         code += "shown = dict(logged['histogram/w'])\n"
         code += "low, high = shown['bins']\n"
@@ -153,16 +153,21 @@ def test_the_reference_has_every_public_name():
     assert not [name for name, value in names.items() if id(value) not in documented]
 
 
-@pytest.mark.parametrize(
-    "pages", [["README.md"], ["docs/api/transformations.md", "docs/api/per_example.md"]]
-)
-def test_the_table_of_methods_has_all(pages):
-    text = "\n".join((ROOT / page).read_text("utf-8") for page in pages)
-    tables = "\n".join(re.findall(r"^\|[^\n]*one norm for.*?\n\n", text, re.DOTALL | re.MULTILINE))
+def test_method_tables_list_all_methods():
+    pages = "\n".join(PAGES[f"docs/api/{name}.md"] for name in ("transformations", "per_example"))
+    tables = "\n".join(re.findall(r"^\|[^\n]*one norm per.*?\n\n", pages, re.DOTALL | re.MULTILINE))
     named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| .*? \|", tables, re.MULTILINE))))
     methods = {name for name, value in public().items() if inspect.isfunction(value)}
     missing = {name for name in methods if "." not in name} - named
     assert missing == {"clip_by", "clip_tree"}  # which make all of them
+
+
+def test_readme_table_lists_eight_methods():
+    text = (ROOT / "README.md").read_text("utf-8")
+    (table,) = re.findall(r"^\| method \| purpose \|\n.*?\n\n", text, re.DOTALL | re.MULTILINE)
+    named = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
+    assert len(named) == 8
+    assert set(named) <= set(public())
 
 
 def test_no_name_is_in_the_reference_twice():
@@ -199,13 +204,14 @@ def docstrings(monkeypatch):
 
 def test_docstrings_become_markdown(docstrings):
     text = (
-        "Title of `optaxclip.clip`.\n\n"
+        "Title of `optaxclip.clip` (`docs/faq.md`).\n\n"
         "As in::\n\n  a = 1\n\n  b = 2\n\nText.\n\n  x | y\n  --|--\n  1 | 2\n\n"
         "Source: arXiv\n2502.11034.\n\n"
         "Args:\n  x: what\n    it is.\n\nExample:\n  >>> 1\n  1\n\n  >>> 2\n  2"
     )
     assert docstrings.as_markdown(text) == (
-        'Title of <autoref identifier="optaxclip.clip" optional>`optaxclip.clip`</autoref>.'
+        'Title of <autoref identifier="optaxclip.clip" optional>`optaxclip.clip`</autoref>'
+        " ([FAQ](../faq.md))."
         "\n\nExamples:\n  >>> 1\n  1\n\n  >>> 2\n  2\n"
         "\n\nAs in:\n\n```text\na = 1\n\nb = 2\n```\n\nText.\n\n"
         "```text\nx | y\n--|--\n1 | 2\n```\n\n"
@@ -219,13 +225,13 @@ def test_the_reference_names_options_once(docstrings):
 
     extensions = griffe.load_extensions(docstrings.Docstrings)
     package = griffe.load("optaxclip", extensions=extensions)
-    text = package["methods.fixed.clip_by_norm"].docstring.value
+    text = package["transforms.norm_clips.clip_by_norm"].docstring.value
     assert "**options: `norm='l2'`, `nonfinite='nan'`, `strict=False`" in text
     assert "optaxclip.NormOptions" in text
     assert "checkify" not in text  # what they mean stands on a page of its own
     # What all of a kind say is added by decorators.
     assert text.count("Returns:") == text.count("Raises:") == 1
-    assert "A `ThresholdRule`" in package["thresholds.moving.zscore"].docstring.value
+    assert "A `Threshold`" in package["thresholds.moving.zscore"].docstring.value
 
 
 def test_the_reference_shows_the_values_of_defaults(docstrings):
