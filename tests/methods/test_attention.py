@@ -237,7 +237,10 @@ def test_logits_are_compared_in_float32_or_wider():
 ERRORS = {
     "no params": ({"params": None}, r"params is missing.*max_logits=\.\.\."),
     "no logits": ({"logits": None}, r"max_logits is missing; pass it: update"),
-    "other params": ({"params": {"query": LAYER["query"]}}, "'key' of shape .* is missing"),
+    "other params": (
+        {"params": {"query": LAYER["query"]}},
+        "leaf 'key' has shape .*, got no such leaf",
+    ),
     "no place": ({"logits": {"body/0": FIRST}}, r"no array for the weight 'key', only for \['bo"),
     "batch": ({"logits": jnp.ones((3, 2))}, r"of shape \(2,\).*'key', got \(3, 2\); pass the larg"),
     "integers": ({"logits": jnp.arange(2)}, "max_logits must have floating-point leaves"),

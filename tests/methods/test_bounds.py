@@ -70,7 +70,9 @@ def test_one_bound_may_be_a_schedule_and_the_other_a_number(bounds, expected):
 def test_a_single_schedule_needs_the_count_of_steps(bounds):
     with pytest.raises(ValueError, match=r"^clip_by_value: with record=False"):
         optaxclip.clip_by_value(*bounds, record=False)
-    with pytest.raises(ValueError, match=r"^clip_by_value: got the state None"):
+    with pytest.raises(
+        ValueError, match=r"^clip_by_value: state must be the state of the previous step, got None"
+    ):
         optaxclip.clip_by_value(*bounds).update(jnp.ones(2), None)
 
 
