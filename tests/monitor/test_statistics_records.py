@@ -40,7 +40,9 @@ def test_parameters_that_are_missing():
 
 def test_the_state_of_another_record():
     state = monitor.record(3, stats="max").init(PARAMS)
-    said = re.escape("holds the statistics ['max'], and this record keeps ['norm']; if the state is from")
+    said = re.escape(
+        "holds the statistics ['max'], and this record keeps ['norm']; if the state is from"
+    )
     with pytest.raises(ValueError, match=f"^record: .*{said}"):
         monitor.record(3).update(GRADS, state)
 
