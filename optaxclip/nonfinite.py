@@ -39,10 +39,8 @@ def checkify_finite(bad: Array, name: str, leaves: list[str]) -> None:
       name: The name of the transformation.
       leaves: The names of the leaves of the group.
     """
-    is_finite = ~jnp.any(bad)
+    good = ~jnp.any(bad)
     text = f"{name}: the gradient norm is not finite; leaves: {', '.join(leaves)}"
     # Without `checkify`, JAX raises its own error when it compiles the check (as of JAX 0.10.2),
     # and the message cannot be changed. The traceback shows the next line with its comment.
-    checkify.check(
-        is_finite, text
-    )  # error, out = jit(checkify.checkify(step))(*args); error.throw()
+    checkify.check(good, text)  # error, out = jit(checkify.checkify(step))(*args); error.throw()

@@ -44,24 +44,17 @@ def validate_call(
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                signature.bind(*args, **kwargs)
-            except TypeError:
-                error = TypeError(
-                    _explain_call(fn, signature, args, kwargs, too_many_hint, replacements)
-                )
-            else:
-                try:
-                    return fn(*args, **kwargs)
-                except (TypeError, ValueError) as raised:
-                    error = raised
-            if not transformation or not any(map(has_float_arrays, args)):
-                raise error
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            once = f"{one_shot_call}, or " * bool(one_shot_call)
-            raise kind(
-                f"{error}. {fn.__name__} makes a transformation. To clip gradients, use "
-                f"{once}tx = {fn.__name__}(...) with tx.update(grads, state, params)"
-            ) from None
+                _check_call(fn, signature, args, kwargs, too_many_hint, replacements)
+                return fn(*args, **kwargs)
+            except (TypeError, ValueError) as error:
+                if not transformation or not any(map(has_float_arrays, args)):
+                    raise
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                once = f"{one_shot_call}, or " * bool(one_shot_call)
+                raise kind(
+                    f"{error}. {fn.__name__} makes a transformation. To clip gradients, use "
+                    f"{once}tx = {fn.__name__}(...) with tx.update(grads, state, params)"
+                ) from None
 
         decorated: Any = call
         return decorated
@@ -69,15 +62,20 @@ def validate_call(
     return decorate
 
 
-def _explain_call(
+def _check_call(
     fn: Callable[..., Any],
     signature: inspect.Signature,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     too_many_hint: str,
     replacements: Mapping[str, str],
-) -> str:
-    """Returns the message about a call that does not fit a signature."""
+) -> None:
+    """Checks that a call fits a signature, and explains what is wrong otherwise."""
+    try:
+        signature.bind(*args, **kwargs)
+        return
+    except TypeError:
+        pass
     name = fn.__name__
     named = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
     accepted = [p.name for p in named]
@@ -90,7 +88,7 @@ def _explain_call(
         if is_real(value) and "name" in accepted and "threshold" not in accepted:
             hint = f"use clip_by_global_norm({value!r}) for a constant threshold"
             hint += f", or max_norm={value!r} for an upper bound" * ("max_norm" in accepted)
-        return f"{name}() accepts only keyword arguments, got {short_repr(value)}; {hint}"
+        raise TypeError(f"{name}() accepts only keyword arguments, got {short_repr(value)}; {hint}")
     for keyword in kwargs:
         if keyword not in accepted:
             hint = did_you_mean(keyword, accepted)
@@ -98,11 +96,10 @@ def _explain_call(
                 hint = f"; pass {replacements[keyword]}"
             elif keyword in ("scope", "response") and "name" in accepted:
                 hint = f"; use clip_by(scope, threshold, response=...) for a custom {keyword}"
-            return f"{name}() got an unexpected keyword argument {keyword!r}" + (
-                f"{hint} (accepted: {accepted})" if hint else f"; use one of {accepted}"
-            )
+            hint = f"{hint} (accepted: {accepted})" if hint else f"; use one of {accepted}"
+            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{hint}")
     if len(args) > len(positional):
-        return (
+        raise TypeError(
             f"{name}() accepts the positional arguments {positional}, got {len(args)}; pass by "
             f"name {keyword_only}{too_many_hint}"
         )
@@ -112,12 +109,12 @@ def _explain_call(
     missing = [argument for argument in required if argument not in passed]
     if not missing:
         twice = [argument for argument in positional[: len(args)] if argument in kwargs]
-        return f"{name}() got multiple values for {twice}; pass one value"
+        raise TypeError(f"{name}() got multiple values for {twice}; pass one value")
     hint = f"call {name}({', '.join(required)})"
     if "inner" in required:
         inner_call = f"{name}({', '.join(['optax.adam(1e-3)', *required[1:]])})"
         hint = f"wrap the optimizer instead of adding a stage to the chain, as in {inner_call}"
-    return f"{name}() requires {missing}; {hint}"
+    raise TypeError(f"{name}() requires {missing}; {hint}")
 
 
 def has_float_arrays(value: Any) -> bool:

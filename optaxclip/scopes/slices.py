@@ -194,8 +194,8 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[
     num_long = sum(size != 1 for size in shape)
     if is_shard and rank > 1 and num_long <= 1:
         raise ValueError(
-            f"the shape of the whole leaf '{name}' must be known to find its units, got a possible "
-            f"shard of shape {shape}; pass specs= (a pytree of PartitionSpec) or axis="
+            f"leaf '{name}' must have a known global shape to find its units, got a possible shard "
+            f"of shape {shape}; pass specs= (a pytree of PartitionSpec) or axis="
         )
     # Biases and the scales of normalization layers are a single unit.
     if num_long <= 1:

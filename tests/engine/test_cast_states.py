@@ -52,5 +52,7 @@ def test_thresholds_are_those_of_a_wide_state_but_for_rounding():
 def test_a_counter_that_was_cast_too_is_an_error():
     tx = optaxclip.clip_by_global_norm(1.0)
     state = optax.tree_utils.tree_cast(tx.init(jnp.ones(3)), jnp.bfloat16)
-    with pytest.raises(TypeError, match="counter of the state has the dtype bfloat16"):
+    with pytest.raises(
+        TypeError, match="counters of the state must be integers, got the dtype bfloat16"
+    ):
         tx.update(jnp.ones(3), state)

@@ -356,7 +356,9 @@ def test_update_without_a_state_begins_afresh_or_says_that_it_needs_one(name):
     tx = METHODS[name].make()
     begin = functools.partial(tx.update, GRADS, None, PARAMS, value=1.0, grad=None)
     if needs_its_state(name):
-        with pytest.raises(ValueError, match=r"state None.*pass it to the next: updates, state = "):
+        with pytest.raises(
+            ValueError, match=r"state must be .* got None.*to the next update: updates, state = "
+        ):
             begin()
     else:
         assert_same(begin(), tx.update(GRADS, tx.init(PARAMS), PARAMS))

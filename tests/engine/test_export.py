@@ -73,7 +73,7 @@ def test_the_number_of_layers_must_be_known():
     tree, method = symbolic_tree(SYMBOLIC["both"]), METHODS[STACKED[0]].make()
     stacks = clip_by(scopes.leaf(stacked=2), 1.0)
     for tx, shapes in ((method, tree), (stacks, symbolic_tree({"w": "6, n"}))):
-        with pytest.raises(ValueError, match="leaf 'w' must stack a fixed number of layers"):
+        with pytest.raises(ValueError, match="leaf 'w' must have a fixed number of layers"):
             jax.eval_shape(tx.init, shapes)
 
 

@@ -73,7 +73,9 @@ def test_a_single_schedule_needs_the_count_of_steps(bounds):
         match=r"^clip_by_value: record must be True for a threshold that depends on earlier steps",
     ):
         optaxclip.clip_by_value(*bounds, record=False)
-    with pytest.raises(ValueError, match=r"^clip_by_value: got the state None"):
+    with pytest.raises(
+        ValueError, match=r"^clip_by_value: state must be the state of the previous step, got None"
+    ):
         optaxclip.clip_by_value(*bounds).update(jnp.ones(2), None)
 
 

@@ -93,7 +93,7 @@ def test_a_sparse_matrix_is_one_leaf():
 
 def test_an_error_says_what_does_not_fit():
     tx = optaxclip.clip_by(scopes.muon({"mlp": None}), BESIDE)
-    with pytest.raises(ValueError, match=r"^weight_dimension_numbers is not a pytree prefix"):
+    with pytest.raises(ValueError, match=r"^weight_dimension_numbers must be a pytree prefix"):
         tx.init(PARAMS)
     with pytest.raises(ValueError, match=r"groups \['adam'\], got \['adam', 'muon'\]; pass one"):
         optaxclip.clip_by(scopes.muon(), BESIDE).init({"b": jnp.ones(2)})

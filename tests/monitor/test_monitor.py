@@ -285,7 +285,9 @@ def test_record_leaves_alone_what_it_sees_and_never_waits_for_the_device():
     state = after(monitor.record(scope=scopes.leaf()), GRADS, GRADS | {"w": None}, BAD)
     np.testing.assert_array_equal(monitor.history(state), [[2, 5], [2, np.nan], [np.nan, 5]])
     np.testing.assert_array_equal(monitor.history(after(monitor.record(), BAD)), [np.nan])
-    with pytest.raises(ValueError, match=r"record: got the state None.* state = tx.init\(params"):
+    with pytest.raises(
+        ValueError, match=r"record: state must be .*, got None.* state = tx.init\(params"
+    ):
         tx.update(GRADS, None)
     mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Explicit,))
     sharded = jax.device_put(GRADS, jax.NamedSharding(mesh, jax.P("x")))

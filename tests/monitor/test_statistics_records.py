@@ -34,13 +34,15 @@ def test_parameters_that_are_missing():
     for stat in ("cosine_param", "param_norm", "ratio"):
         with pytest.raises(ValueError, match=rf"^record: the statistics \['{stat}'\] need"):
             monitor.record(3, stats=stat).update(GRADS, monitor.record(3, stats=stat).init(PARAMS))
-    with pytest.raises(ValueError, match="mine: params must match the updates; leaf 'head'"):
+    with pytest.raises(ValueError, match="mine: params must match the updates, whose leaf 'head'"):
         tx.update(GRADS, tx.init(PARAMS), {"body": PARAMS["body"]})
 
 
 def test_the_state_of_another_record():
     state = monitor.record(3, stats="max").init(PARAMS)
-    said = re.escape("holds the statistics ['max'], and this record keeps ['norm']. If it is from")
+    said = re.escape(
+        "holds the statistics ['max'], and this record keeps ['norm']; if the state is from"
+    )
     with pytest.raises(ValueError, match=f"^record: .*{said}"):
         monitor.record(3).update(GRADS, state)
 
