@@ -112,7 +112,7 @@ TYPE_ERRORS = {
     r"^clip_by_global_norm\(\) needs \['max_norm'\]: call "
     r"clip_by_global_norm\(max_norm\)$": clip_by_global_norm,
     r"^constant\(\) needs \['threshold'\]": thresholds.constant,
-    r"needs the state too: updates, state = tx\.update\(grads, "
+    r"state must be passed to update, got none; call tx\.update\(grads, "
     r"state, params\), .* tx\.init\(params\)": lambda: clip_by(LEAF, 1.0).update(ONE),
     r"keyword argument 'foo'\. It takes \['scope', 'threshold', ": lambda: clip_by(
         TREE, 1.0, foo=1
@@ -262,7 +262,7 @@ VALUE_ERRORS = {
         thresholds.ema(1.1)
     ),
     r"decay must be from 0 to 1, got 3\.0; .* is num_std=": lambda: thresholds.log_tracker(3.0),
-    "axis_name names 'x', and nothing here is mapped over an axis of this name": lambda: (
+    "axis_name must be a mapped axis, got 'x'; call the function inside pmap": lambda: (
         ops.global_norm(ONE, axis_name="x")
     ),
     "max_consecutive .* at least 1, got 0": lambda: skip_nonfinite(SGD, 0),

@@ -99,8 +99,8 @@ def _batching_rule(
         if mapped.explicit_mesh_axis and jax.typeof(x).sharding.mesh.empty:
             # The mesh is only in the types of arrays that are not operands here.
             raise ValueError(
-                "clip_cotangent: x must be placed on the explicit mesh of the vmap, got an unplaced "
-                f"array of shape {x.shape}; set the mesh with jax.set_mesh"
+                "clip_cotangent: x must be placed on the explicit mesh of the vmap, got an "
+                f"unplaced array of shape {x.shape}; set the mesh with jax.set_mesh"
             )
         x, axis = batching.broadcast(x, mapped.size, 0, mapped.explicit_mesh_axis), 0
     vmapped = _VmappedCotangentFn(cotangent_fn, (axis, *other_axes), mapped.name, mapped.spmd_name)

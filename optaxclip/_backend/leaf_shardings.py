@@ -357,8 +357,8 @@ def _infer_mapped_axes(
     if not meshes.has_vma_tracking():
         if spec is None and axis_names is None:
             raise ValueError(
-                "specs or axis_name must be set inside pmap or shard_map(check_vma=False), got None "
-                f"for devices along {sorted(manual)}; pass specs=PartitionSpec() for replicated "
+                "specs or axis_name must be set inside pmap or shard_map(check_vma=False), got "
+                f"None for devices along {sorted(manual)}; pass specs=PartitionSpec() for replicated "
                 "gradients (after pmean), axis_name= if these axes shard all leaves, or specs= (a "
                 "pytree of PartitionSpec)"
             )
@@ -368,9 +368,9 @@ def _infer_mapped_axes(
         return reduced | (names - manual), kept
     if names - manual:
         raise ValueError(
-            f"axis_name must name axes among {sorted(manual)} inside shard_map(check_vma=True), got "
-            f"{sorted(names - manual)}; clip outside the vmap, or pass check_vma=False and name all "
-            "axes"
+            f"axis_name must name axes among {sorted(manual)} inside shard_map(check_vma=True), "
+            f"got {sorted(names - manual)}; clip outside the vmap, or pass check_vma=False and name "
+            "all axes"
         )
     varying = meshes.varying_axes(leaf)
     if axis_names is not None:
@@ -389,8 +389,8 @@ def _infer_mapped_axes(
     if unknown:
         raise ValueError(
             f"specs must name all axes over which a leaf varies, got {spec} for type "
-            f"{jax.typeof(leaf)}, which also varies over {sorted(unknown)}; sum the leaf over these "
-            "axes, correct the spec, or name only axes without independent gradients in axis_name"
+            f"{jax.typeof(leaf)}, which also varies over {sorted(unknown)}; sum the leaf over "
+            "these axes, correct the spec, or name only axes without independent gradients in axis_name"
         )
     return reduced, kept
 
@@ -424,8 +424,8 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
             )
         if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
             raise ValueError(
-                f"specs must name the mesh axes that shard a leaf, got UNCONSTRAINED in {spec}; use "
-                "the names of the axes, or None"
+                f"specs must name the mesh axes that shard a leaf, got UNCONSTRAINED in {spec}; "
+                "use the names of the axes, or None"
             )
         unknown = frozenset() if mesh is None else meshes.axes_of(spec) - {*mesh.axis_names}
         if unknown:

@@ -112,7 +112,7 @@ def check_not_unreduced(types: Iterable[Any]) -> None:
         unreduced = {axis for kind in kinds for axis in getattr(kind, "unreduced", None) or ()}
         if unreduced:
             raise ValueError(
-                f"leaves must be reduced before clipping, got a partial sum over "
+                "leaves must be reduced before clipping, got a partial sum over "
                 f"{sorted(unreduced)} of type {aval}; sum it over these axes with jax.lax.psum, or "
                 "reshard it with jax.reshard"
             )
