@@ -109,7 +109,7 @@ TYPE_ERRORS = {
     r"^clip_by_global_norm\(\) requires \['max_norm'\]; call "
     r"clip_by_global_norm\(max_norm\)$": clip_by_global_norm,
     r"^constant\(\) requires \['threshold'\]": thresholds.constant,
-    r"needs the state too: updates, state = tx\.update\(grads, "
+    r"state must be passed to update, got none; call tx\.update\(grads, "
     r"state, params\), .* tx\.init\(params\)": lambda: clip_by(LEAF, 1.0).update(ONE),
     r"keyword argument 'foo'; use one of \['scope', 'threshold', ": lambda: clip_by(
         TREE, 1.0, foo=1
@@ -260,7 +260,7 @@ VALUE_ERRORS = {
     r"alpha must be from 0 to 1, got 2\.5; use z_thresh= for a": lambda: thresholds.zscore(2.5),
     r"decay must be from 0 to 1, got 1\.1; use ratio= for a multiple": lambda: thresholds.ema(1.1),
     r"decay must be from 0 to 1, got 3\.0; use num_std= for a": lambda: thresholds.log_tracker(3.0),
-    "axis_name names 'x', and nothing here is mapped over an axis of this name": lambda: (
+    "axis_name must be a mapped axis, got 'x'; call the function inside pmap": lambda: (
         ops.global_norm(ONE, axis_name="x")
     ),
     "max_consecutive .* at least 1, got 0": lambda: skip_nonfinite(SGD, 0),

@@ -92,4 +92,10 @@ def test_spikes_are_those_of_adamw(tables):
 
 def test_batches(tables):
     assert row(tables["AGC"], "none") == ["16", "none", "0.2", "0.300", "0.2"]
-    assert row(tables["AGC"], "`adaptive_grad_clip`") == ["128", "`adaptive_grad_clip`", "0.2", "0.300", "0.4"]
+    assert row(tables["AGC"], "`adaptive_grad_clip`") == [
+        "128",
+        "`adaptive_grad_clip`",
+        "0.2",
+        "0.300",
+        "0.4",
+    ]

@@ -99,9 +99,8 @@ def _batching_rule(
         if mapped.explicit_mesh_axis and jax.typeof(x).sharding.mesh.empty:
             # The mesh is only in the types of arrays that are not operands here.
             raise ValueError(
-                "clip_cotangent: x must be placed on the mesh under vmap over an axis of an explicit "
-                f"mesh, got an unplaced array of shape {x.shape}; set the mesh with "
-                "jax.set_mesh(mesh)"
+                "clip_cotangent: x must be placed on the explicit mesh of the vmap, got an "
+                f"unplaced array of shape {x.shape}; set the mesh with jax.set_mesh"
             )
         x, axis = batching.broadcast(x, mapped.size, 0, mapped.explicit_mesh_axis), 0
     vmapped = _VmappedCotangentFn(cotangent_fn, (axis, *other_axes), mapped.name, mapped.spmd_name)
@@ -112,7 +111,7 @@ batching.fancy_primitive_batchers[_identity] = _batching_rule
 
 
 def forbid_vmap(x: Array, function: str) -> Array:
-    """Returns `x`, and rejects a `vmap` inside `shard_map` if `x` varies over devices.
+    """Returns `x`, and rejects a later `vmap` if `x` varies over devices inside `shard_map`.
 
     `jax.vmap` can be applied before or after the derivative, and around a `jit` or a `scan` of it.
     Only a separate primitive detects all of these.
@@ -123,9 +122,9 @@ def forbid_vmap(x: Array, function: str) -> Array:
 def _forbidden_batching_rule(args: Sequence[Any], axes: Sequence[int], *, function: str) -> Any:
     del axes
     raise ValueError(
-        f"{function}: axis_name must be set under vmap inside shard_map, got None for an array that "
-        f"varies over {sorted(meshes.varying_axes(args[0]))}; pass axis_name=() if devices have "
-        "different examples, or the names of the axes if they have shards of one example"
+        f"{function}: axis_name must be set under vmap inside shard_map, got None for an array "
+        f"that varies over {sorted(meshes.varying_axes(args[0]))}; pass axis_name=() if devices "
+        "have different examples, or the names of the axes if they have shards of one example"
     )
 
 

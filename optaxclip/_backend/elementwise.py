@@ -41,7 +41,7 @@ def dense_values(
 def pair_values(
     leaf: Any, other: Any, axes: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> tuple[Array, Array, tuple[int, ...]]:
-    """Returns the elements of two leaves with equal shapes, and the axes over which they share a norm.
+    """Returns the elements of two leaves with equal shapes, and the axes that share a norm.
 
     Elements that a `BCOO` does not store are removed from both.
     """
@@ -182,7 +182,7 @@ def product_with_bfloat16(
 def dispatch_chunk_size(
     operands: Any, *, small: Callable[..., Any], large: Callable[..., Any]
 ) -> Any:
-    """Calls `small(operands)`, which uses small chunks, on CPUs, and `large(operands)` elsewhere."""
+    """Calls `small(operands)`, which uses small chunks, on CPUs, and `large` elsewhere."""
     return lax.platform_dependent(operands, cpu=small, default=large)
 
 

@@ -73,8 +73,8 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
     ) -> tuple[Any, State]:
         if state is _NO_STATE:
             raise TypeError(
-                "update must be called with a state, got none; call tx.update(grads, state, params), "
-                "starting from state = tx.init(params)"
+                "state must be passed to update, got none; call tx.update(grads, state, params), "
+                "starting with state = tx.init(params)"
             )
         arrays, restore = memory.move_to_device_memory(updates, state, params, extra_args)
         updates, state, params, extra_args = arrays

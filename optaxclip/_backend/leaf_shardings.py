@@ -126,7 +126,7 @@ class LeafShardings:
 
 @dataclasses.dataclass(frozen=True)
 class MappedShardings(LeafShardings):
-    """Leaves that are shards of this device, inside `shard_map`, `pmap` or `vmap(axis_name=...)`."""
+    """Leaves that are shards of this device, in `shard_map`, `pmap` or `vmap(axis_name=...)`."""
 
     def local_sums(
         self, sums: Sequence[ScaledSums], shapes: Sequence[tuple[int, ...]], *, use_max: bool
@@ -357,10 +357,10 @@ def _infer_mapped_axes(
     if not meshes.has_vma_tracking():
         if spec is None and axis_names is None:
             raise ValueError(
-                f"specs or axis_name must be set inside pmap or shard_map(check_vma=False), got "
-                f"None for leaves on devices along {sorted(manual)}; pass specs=PartitionSpec() for "
-                "replicated gradients, for example after pmean, axis_name= if all leaves are sharded "
-                "over these axes, or specs= with a pytree of PartitionSpecs"
+                "specs or axis_name must be set inside pmap or shard_map(check_vma=False), got "
+                f"None for devices along {sorted(manual)}; pass specs=PartitionSpec() for replicated "
+                "gradients (after pmean), axis_name= if these axes shard all leaves, or specs= (a "
+                "pytree of PartitionSpec)"
             )
         if spec is None:
             return names, unsharded
@@ -368,9 +368,9 @@ def _infer_mapped_axes(
         return reduced | (names - manual), kept
     if names - manual:
         raise ValueError(
-            f"axis_name must be a mapped axis of the mesh among {sorted(manual)} inside "
-            f"shard_map(check_vma=True), got {sorted(names - manual)}, over which JAX cannot sum; "
-            "clip outside the vmap, or pass check_vma=False and name all axes"
+            f"axis_name must name axes among {sorted(manual)} inside shard_map(check_vma=True), "
+            f"got {sorted(names - manual)}; clip outside the vmap, or pass check_vma=False and name "
+            "all axes"
         )
     varying = meshes.varying_axes(leaf)
     if axis_names is not None:
@@ -380,17 +380,17 @@ def _infer_mapped_axes(
         if not varying or not unsharded or axis_names is not None:
             return varying, unsharded
         raise ValueError(
-            f"specs must be set if norms are computed over some axes of a sharded leaf, got None for "
-            f"a leaf of type {jax.typeof(leaf)} that varies over {sorted(varying)}; pass specs= with "
-            "a pytree of PartitionSpecs"
+            "specs must name the sharded axes of a leaf with several norms, got None for type "
+            f"{jax.typeof(leaf)}, which varies over {sorted(varying)}; pass specs= (a pytree of "
+            "PartitionSpec)"
         )
     reduced, kept = _select_spec_axes(leaf, over, spec, varying)
     unknown = varying - reduced - meshes.union_axes(kept)
     if unknown:
         raise ValueError(
-            f"specs must name all axes over which a leaf varies, got {spec} for a leaf of type "
-            f"{jax.typeof(leaf)}, which also varies over {sorted(unknown)}; sum the leaf over these "
-            "axes, correct the spec, or exclude axes with independent gradients with axis_name="
+            f"specs must name all axes over which a leaf varies, got {spec} for type "
+            f"{jax.typeof(leaf)}, which also varies over {sorted(unknown)}; sum the leaf over "
+            "these axes, correct the spec, or name only axes without independent gradients in axis_name"
         )
     return reduced, kept
 
@@ -398,7 +398,7 @@ def _infer_mapped_axes(
 def _select_spec_axes(
     leaf: Any, over: tuple[int, ...], spec: PartitionSpec | None, mapped: Axes
 ) -> tuple[Axes, KeptAxes]:
-    """Returns the mapped axes in a spec that shard the reduced axes, and those of the other axes."""
+    """Returns the mapped axes in a spec that shard the reduced axes, and the other axes."""
     entries = [tuple(x for x in names if x in mapped) for names in _spec_entries(spec, leaf)]
     reduced = meshes.union_axes(names for axis, names in enumerate(entries) if axis in over)
     return reduced, tuple(names for axis, names in enumerate(entries) if axis not in over)
@@ -424,8 +424,8 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
             )
         if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
             raise ValueError(
-                f"specs must name the mesh axes that shard a leaf, got UNCONSTRAINED in {spec}; use "
-                "the names of the axes, or None"
+                f"specs must name the mesh axes that shard a leaf, got UNCONSTRAINED in {spec}; "
+                "use the names of the axes, or None"
             )
         mesh_axes = () if mesh is None else mesh.axis_names
         unknown = frozenset() if mesh is None else meshes.axes_of(spec) - {*mesh_axes}
@@ -491,8 +491,8 @@ def check_examples_unsharded(
         return
     if specs is None and not is_tracked:
         raise ValueError(
-            "inside pmap or shard_map(check_vma=False) JAX does not say whether devices along "
-            f"{sorted(manual)} hold parts of one example's gradient. {remedy}"
+            "specs must be set inside pmap or shard_map(check_vma=False), got None for devices "
+            f"along {sorted(manual)}, which may have shards of an example's gradient; {remedy}"
         )
     leaf_specs = (
         [PartitionSpec()] * len(leaves) if specs is None else _resolve_specs(flat, specs)[1]
@@ -503,6 +503,6 @@ def check_examples_unsharded(
         sharded = undeclared | (declared & manual)
         if sharded:
             raise ValueError(
-                f"leaf {name!r} differs over the devices along {sorted(sharded)}, so that a device "
-                f"may hold a part of one example's gradient. {remedy}"
+                f"leaf {name!r} must not be sharded within examples, got a leaf that varies over "
+                f"{sorted(sharded)}; {remedy}"
             )

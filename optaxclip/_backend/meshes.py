@@ -37,7 +37,7 @@ def union_axes(sets: Iterable[Iterable[str]]) -> Axes:
 
 
 def manual_axes() -> Axes:
-    """Returns the manual axes of the current mesh. Inside `pmap`, this is the axis of the `pmap`."""
+    """Returns the manual axes of the current mesh, or the axis of a `pmap`."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -94,7 +94,7 @@ def _jaxpr_tracer_type() -> type:
 
 
 def is_being_staged(traced: Sequence[Any]) -> bool:
-    """Returns `True` if there are traced arrays, and all of them are staged, for example by `jit`."""
+    """Returns `True` if there are traced arrays, and all are staged, for example by `jit`."""
     return bool(traced) and all(isinstance(x, _jaxpr_tracer_type()) for x in traced)
 
 
@@ -112,7 +112,7 @@ def check_not_unreduced(types: Iterable[Any]) -> None:
         unreduced = {axis for kind in kinds for axis in getattr(kind, "unreduced", None) or ()}
         if unreduced:
             raise ValueError(
-                f"leaves must be reduced before clipping, got a partial sum over "
+                "leaves must be reduced before clipping, got a partial sum over "
                 f"{sorted(unreduced)} of type {aval}; sum it over these axes with jax.lax.psum, or "
                 "reshard it with jax.reshard"
             )
@@ -362,7 +362,8 @@ def as_spec(spec: Any) -> PartitionSpec:
     """Returns the spec of a `NamedSharding`. A `PartitionSpec` is returned unchanged."""
     if not isinstance(spec, (PartitionSpec, NamedSharding)):
         raise TypeError(
-            f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}; pass a spec or sharding for each leaf"
+            f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}; wrap tuples "
+            "in PartitionSpec"
         )
     return spec.spec if isinstance(spec, NamedSharding) else spec
 

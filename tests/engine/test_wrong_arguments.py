@@ -137,7 +137,9 @@ def test_the_axis_of_a_vmap_where_jax_has_no_sum_over_it():
             jax.shard_map(over_rows, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
         )(jnp.ones((3, 4)))
 
-    with pytest.raises(ValueError, match=r"axis_name names \['rows'\].* pass check_vma=False"):
+    with pytest.raises(
+        ValueError, match=r"axis_name must .* got \['rows'\].* pass check_vma=False"
+    ):
         clipped("rows", check_vma=True)
     found = clipped(("rows", "x"), check_vma=False)
     np.testing.assert_allclose(found, np.full((3, 4), 12**-0.5), rtol=1e-6)
