@@ -95,10 +95,9 @@ def clip_matrix(x: Array, threshold: Array, *, mode: Mode, iterations: int) -> A
     rows, gram, unit = prepared  # [m, n], [m, m], []
     is_infinite = jnp.isinf(threshold)
     threshold = jnp.where(is_infinite, 1, threshold)
-    scaled = divide_by_pow2(threshold, unit)
     if static_size_or_none(gram.shape[0]) == 1:
         # The singular value of a single row is its length.
-        length = safe_sqrt(gram[0, 0].real)
+        length, scaled = safe_sqrt(gram[0, 0].real), divide_by_pow2(threshold, unit)
         # Smaller thresholds may underflow and do not change the result.
         c = jnp.maximum(scaled, 1e-9 * length)
         new = RESPONSES[mode](length, c, c)
@@ -109,6 +108,7 @@ def clip_matrix(x: Array, threshold: Array, *, mode: Mode, iterations: int) -> A
     fixed_gram = lax.stop_gradient(gram)
     row_sums = jnp.max(jnp.sum(jnp.abs(fixed_gram), 1), initial=0)
     top = jnp.sqrt(jnp.minimum(row_sums, jnp.sqrt(_sum_squares(fixed_gram))))
+    scaled = divide_by_pow2(threshold, unit)
     # The iterations cannot reach smaller thresholds. Larger thresholds do not change the result.
     c = jnp.clip(scaled, 1e-7 * (1 + top), 1e6 * (1 + top))
     bound = lax.stop_gradient(1.001 * jnp.sqrt(jnp.square(top) + jnp.square(c)))
