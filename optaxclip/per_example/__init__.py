@@ -1,10 +1,10 @@
 """Per-example clipping, the basis of private training (DP-SGD).
 
-Each example of a batch is clipped by any scope and response, and the results are summed. `clip_sum`
-takes gradients with an axis of examples. `clipped_grad` computes these gradients one microbatch at
-a time, or with `method="ghost"` does without them. `per_example_clip_and_aggregate` is the first
-stage of an Optax chain. `grad_norms` says which example has a large gradient. `noisy_mean` makes a
-private gradient from a sum.
+The examples of a batch are clipped by any scope and response, and the results are summed.
+`clip_sum` accepts gradients with a leading example axis. `clipped_grad` computes these gradients in
+microbatches, or avoids them with `method="ghost"`. `per_example_clip_and_aggregate` is the first
+stage of an Optax chain. `grad_norms` computes the norms of the gradients of all examples.
+`noisy_mean` computes a private gradient from a sum.
 
   from optaxclip import per_example, scopes
 
@@ -12,9 +12,9 @@ private gradient from a sum.
   per_example.clip_sum(grads, 1.0, scope=scopes.leaf(), split="size")   # McMahan et al., 2017
   per_example.clip_sum(grads, 1.0, response="auto_s")                   # Bu et al., 2022
 
-No example ever contributes more than the threshold. How private a run is depends on the noise
-multiplier, the share of the data in a batch, and the number of steps; an accountant such as
-`dp_accounting` computes it::
+The contribution of an example never exceeds the threshold. The privacy of a run depends on the
+noise multiplier, the fraction of the data in a batch, and the number of steps. You can use an
+accountant such as `dp_accounting` to compute it::
 
   import dp_accounting
   from dp_accounting import pld
@@ -25,8 +25,9 @@ multiplier, the share of the data in a batch, and the number of steps; an accoun
       accountant = pld.PLDAccountant().compose(step, steps)
       return accountant.get_epsilon(delta)
 
-It is right if each example enters each batch independently with that probability, and wrong for
-shuffled data. Pad batches of varying size to one shape, and mark the padding by `is_padding`.
+The result is correct if examples are included in batches independently with that probability. It
+is wrong for shuffled data. Pad batches of varying size to one shape, and mark the padding with
+`is_padding`.
 """
 
 from optaxclip.per_example._aggregate import PerExampleState as PerExampleState

@@ -38,14 +38,16 @@ Reduction = Literal["mean", "sum"]
 
 @register_state
 class PerExampleState(NamedTuple):
-    """State of `per_example_clip_and_aggregate`.
+    """The state of `per_example_clip_and_aggregate`.
 
     Attributes:
-      steps: int32[], steps so far.
-      key: the key of the next step's noise; None without noise.
-      threshold: float32[], the threshold of the next step if it follows a quantile; otherwise None.
-      num_clipped: int32[], how many examples of the last step were above their threshold. Not private.
-      num_dropped: int32[], how many examples of the last step were not finite. Not private.
+      steps: int32[], the number of steps.
+      key: The key for the noise of the next step. It is None without noise.
+      threshold: float32[], the threshold of the next step if it follows a quantile, and None
+        otherwise.
+      num_clipped: int32[], the number of examples of the last step above their threshold. It is not
+        private.
+      num_dropped: int32[], the number of non-finite examples of the last step. It is not private.
     """
 
     steps: Array
@@ -67,48 +69,51 @@ def per_example_clip_and_aggregate(
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
 ) -> Transformation[PerExampleState]:
-    """Clips each example, sums, adds noise and divides, as DP-SGD does.
+    """Clips examples, sums them, adds noise and divides by the batch size, as in DP-SGD.
 
-    It must be the first stage of a chain, and takes gradients with a leading axis of examples, as
-    `optax.contrib.differentially_private_aggregate` does. The guarantees are those of `clip_sum`.
-    `optax.MultiSteps` around it is an error, because `MultiSteps` hands on a mean, which has no
-    examples; for microbatches, use `clipped_grad` and `noisy_mean`. The noise is Gaussian with a
-    standard deviation of `noise_multiplier` times the threshold, drawn and added in float32 or wider;
-    results are then rounded to the dtype of the updates.
+    The transformation must be the first stage of a chain and requires gradients with a leading
+    example axis, as `optax.contrib.differentially_private_aggregate`. The guarantees are those of
+    `clip_sum`. Do not wrap it in `optax.MultiSteps`, which passes means without examples. For
+    microbatches, use `clipped_grad` and `noisy_mean`. The noise is Gaussian with a standard
+    deviation of `noise_multiplier` times the threshold. It is drawn and added in float32 or wider,
+    and the results are then rounded to the dtypes of the updates.
 
-    How private a run is depends on how batches are sampled and on the number of steps; an
-    accountant computes it (see `optaxclip.per_example`). JAX's random generators are not
-    cryptographic.
+    The privacy of a run depends on the sampling of the batches and the number of steps. You can use
+    an accountant to compute it (see `optaxclip.per_example`). Note that the random generators of
+    JAX are not cryptographic.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
     Args:
-      threshold: the largest L2 norm of one example's contribution, as in `clip_sum`; a schedule
-        `count -> threshold`; or `quantile_threshold(...)`, whose threshold is in the state. Its `count_noise`
-        must exceed half the noise multiplier; the noise on the sum then follows
-        `adjust_noise_multiplier`, which is larger.
-      noise_multiplier: the ratio of the noise's standard deviation to the threshold. It has no default:
-        0 means no noise, which is not private.
-      key: a key from `jax.random`, or an int to make one from; needed for noise. The state keeps a
-        key in the form in which it came; from an int, it is made by `jax.random.key`. Flax's
-        `to_bytes` cannot store such a key; if you use it, pass `jax.random.PRNGKey(seed)`. Without
-        a key `optax.inject_hyperparams` needs `static_args=("noise_multiplier",)`.
-      reduction: "mean" or "sum".
-      batch_size: the number that a mean divides by; if None, the number of examples that are not
-        padding. Under Poisson sampling pass the expected number: the true one is not private.
-      scope: which entries of an example share one norm; all of them if None.
-      response: as in `clip_sum`.
-      split: as in `clip_sum`.
+      threshold: The maximum L2 norm of the contribution of an example, as in `clip_sum`. It can
+        also be a schedule `count -> threshold`, or `quantile_threshold(...)`, which stores its
+        threshold in the state. The `count_noise` of a quantile threshold must exceed half the noise
+        multiplier. The noise on the sum is then larger, and follows `adjust_noise_multiplier`.
+      noise_multiplier: The ratio of the standard deviation of the noise to the threshold. It has no
+        default. Note that 0 means no noise, which is not private.
+      key: A key from `jax.random`, or an int from which a key is created. It is required for noise.
+        The state stores a key in its original form. If `key` is an int, `jax.random.key` is used.
+        The `to_bytes` function of Flax cannot store such keys. If you use it, pass
+        `jax.random.PRNGKey(seed)`. Without a key, `optax.inject_hyperparams` requires
+        `static_args=("noise_multiplier",)`.
+      reduction: "mean" (the default) or "sum".
+      batch_size: The divisor of the mean. Defaults to the number of examples that are not padding.
+        With Poisson sampling, use the expected number, because the true number is not private.
+      scope: The scope that defines the elements of an example that share a norm. Defaults to all
+        elements.
+      response: The response to a norm above its threshold, as in `clip_sum`.
+      split: The division of the threshold between the groups, as in `clip_sum`.
 
     Returns:
-      A transformation with a `PerExampleState`. Its update takes `is_padding=`, bool `[examples]`.
+      A transformation with a `PerExampleState`. Its update accepts `is_padding=`, bool
+      `[examples]`.
 
     Raises:
-      ValueError: for a threshold or a multiplier that is negative or NaN, noise without a key, an
-        unknown name, or a `noise_multiplier` that is not below `2 * count_noise`; in the update,
-        for gradients without an axis of examples, and inside `shard_map` or `pmap` for sums that
-        differ over devices, as all of them would get the same noise.
-      TypeError: for a threshold or a multiplier that is not a number, or a `key` that is not a key.
+      ValueError: If a threshold or a multiplier is negative or NaN, if there is noise without a
+        key, if a name is unknown, or if `noise_multiplier` is not below `2 * count_noise`. The
+        update raises it if the gradients have no example axis. It also raises it inside `shard_map`
+        or `pmap` if the sums differ across devices, because they would all get the same noise.
+      TypeError: If a threshold or a multiplier is not a number, or if `key` is not a key.
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
@@ -122,7 +127,7 @@ def per_example_clip_and_aggregate(
       >>> print(updates, state.num_clipped)
       [-0.7 -0.7] 64
     """
-    checked = ExampleClip.create(_static_threshold(threshold), scope, response, split)
+    clip = ExampleClip.create(_check_threshold(threshold), scope, response, split)
     rule = threshold if isinstance(threshold, QuantileThreshold) else None
     noise_multiplier = check_minimum(noise_multiplier, 0, "noise_multiplier")
     if rule is not None:
@@ -130,17 +135,16 @@ def per_example_clip_and_aggregate(
     else:
         sum_multiplier = cast_to_float32(noise_multiplier)
     is_noisy = not is_zero(noise_multiplier) or (rule and not is_zero(rule.count_noise))
-    first_key = _check_key(key, is_needed=bool(is_noisy))
+    init_key = _check_key(key, is_needed=bool(is_noisy))
     reduction = check_choice(reduction, get_args(Reduction), "reduction")
-
-    def init(params: PyTree) -> PerExampleState:
-        warn_of_shared_noise(jax.tree.leaves(params), first_key)
-        count, *of_step = (jnp.zeros((), jnp.int32) for _ in range(3))
-        state = PerExampleState(count, first_key, rule.init() if rule else None, *of_step)
-        return copy_arrays(state)
-
     if batch_size is not None:
         batch_size = check_minimum(batch_size, 1, "batch_size")
+
+    def init(params: PyTree) -> PerExampleState:
+        warn_of_shared_noise(jax.tree.leaves(params), init_key)
+        steps, *counts = (jnp.zeros((), jnp.int32) for _ in range(3))
+        state = PerExampleState(steps, init_key, rule.init() if rule else None, *counts)
+        return copy_arrays(state)
 
     def update(
         updates: PyTree,
@@ -155,31 +159,25 @@ def per_example_clip_and_aggregate(
         flat = flatten(updates, "updates")
         _check_example_axis(flat, params)
         _check_sums_replicated(flat)
-        flags = padding_flags(is_padding, get_batch_size(flat, "updates", f". {_REMEDY}"))
+        flags = padding_flags(is_padding, get_batch_size(flat, "updates", f"; {_HINT}"))
         one = example_spec(flat)
-        now = (
-            state.threshold
-            if rule
-            else threshold(state.steps)
-            if callable(threshold)
-            else checked.threshold
-        )
-        clip = checked._replace(threshold=now)
-        sums = clip.sums(flat.inexact_leaves(), one, flags)
-        examples = jnp.sum(~flags, dtype=jnp.int32)
+        step_clip = clip
+        if rule:
+            step_clip = clip._replace(threshold=state.threshold)
+        elif callable(threshold):
+            step_clip = clip._replace(threshold=threshold(state.steps))
+        sums = step_clip.sums(flat.inexact_leaves(), one, flags)  # [examples, ...] -> [...]
+        examples = jnp.sum(~flags, dtype=jnp.int32)  # i32[]
         size = examples if batch_size is None else batch_size
-        next_key, for_sum, for_count, next_threshold = state.key, None, None, None
+        total, next_key, next_threshold, count_key = sums.leaves, state.key, None, None
         if is_noisy:
-            next_key, for_sum, for_count = jax.random.split(state.key, 3)
-        total = sums.leaves
-        if for_sum is not None:
-            bound = clip.compute_thresholds(one)[2]
-            total = add_noise(
-                total, flat.names(), for_sum, sum_multiplier.astype(bound.dtype) * bound
-            )
+            next_key, sum_key, count_key = jax.random.split(state.key, 3)
+            bound = step_clip.compute_thresholds(one)[2]  # f32[]
+            std = sum_multiplier.astype(bound.dtype) * bound
+            total = add_noise(total, flat.names(), sum_key, std)
         if rule:
             counts = (sums.num_unclipped, examples)
-            next_threshold = rule.update(state.threshold, *counts, for_count, batch_size=size)
+            next_threshold = rule.update(state.threshold, *counts, count_key, batch_size=size)
         divisor = jnp.maximum(cast_to_float32(size), 1) if reduction == "mean" else jnp.ones(())
         new_state = PerExampleState(
             steps=safe_increment(state.steps),
@@ -196,66 +194,38 @@ def per_example_clip_and_aggregate(
     return transformation(init, update)
 
 
-def _static_threshold(threshold: AggregateThreshold) -> ExampleThreshold:
-    """The threshold if it is the same at each step, else 0; refuses functions other than schedules."""
+def _check_threshold(threshold: AggregateThreshold) -> ExampleThreshold:
+    """Checks a threshold, and returns 0 for thresholds that depend on the step."""
     check_called(threshold, "optaxclip.per_example", "threshold", "per_example")
     check_not_component(threshold, "threshold")
     if callable(threshold):
         check_schedule(threshold, "threshold")
     if callable(threshold) or isinstance(threshold, QuantileThreshold):
         return 0.0
-    return (
-        threshold
-        if isinstance(threshold, Mapping)
-        else check_threshold_value(threshold, "threshold", schedule=True)
-    )
+    if isinstance(threshold, Mapping):
+        return threshold
+    return check_threshold_value(threshold, "threshold", schedule=True)
 
 
-_REMEDY = (
-    "Pass the gradients of examples, as jax.vmap(jax.grad(loss_fn), (None, 0)) gives them. "
-    "optax.MultiSteps cannot stand around per_example_clip_and_aggregate, because it hands on the "
-    "mean of what it got, in which no example can be clipped: for microbatches take "
-    "per_example.clipped_grad(microbatch_size=) and per_example.noisy_mean"
-)
-
-
-def _check_example_axis(flat: FlatTree, params: PyTree | None) -> None:
-    """Refuses a gradient without examples, because its rows would be taken for examples."""
-    if params is None:
-        return
-    of_params = flatten(params, "params")
-    shapes = {of_params.paths[i]: np.shape(of_params.leaves[i]) for i in of_params.inexact_indices}
-    for i in flat.inexact_indices:
-        shape = np.shape(flat.leaves[i])
-        if shapes.get(flat.paths[i]) == shape:
+def _check_key(key: Any, *, is_needed: bool) -> Array | None:
+    """Checks a key, or creates a key from an int."""
+    if key is None:
+        if is_needed:
             raise ValueError(
-                "updates must have an axis of examples in front of the axes of the parameters; "
-                f"leaf {leaf_name(flat.paths[i])!r} has the shape {shape} of its parameter. "
-                f"{_REMEDY}"
+                "key must be given for noise, as a key from jax.random or an int, got None; pass a "
+                "key, or noise_multiplier=0 for no noise (with optax.inject_hyperparams, also pass "
+                'static_args=("noise_multiplier",))'
             )
+        return None
+    if np.shape(key) == () and is_real(key) and jnp.issubdtype(jnp.result_type(key), jnp.integer):
+        return _make_key(key)
+    if not is_key(key):
+        raise TypeError(f"key must be one key from jax.random, or an int, got {key!r}")
+    return jnp.asarray(key)
 
 
-def _check_sums_replicated(flat: FlatTree) -> None:
-    """Refuses sums that differ over devices, because all of them would get the same noise."""
-    leaves, manual = flat.inexact_leaves(), meshes.manual_axes()
-    different = meshes.tree_varying_axes(leaves) if meshes.has_vma_tracking() else manual
-    if different:
-        raise ValueError(
-            "per_example_clip_and_aggregate would add the noise of one key to the sum of each "
-            f"device along {sorted(different)}, which cancels in their differences. Inside of "
-            "shard_map and pmap take clipped_grad (or clip_sum), then jax.lax.psum(result.grads, "
-            "...), then per_example.noisy_mean; or call this stage under jit, outside of them"
-        )
-
-
-def _divide_and_cast(leaves: list[Array], divisor: Array, example: FlatTree) -> list[Array]:
-    """The leaves divided by `divisor`, in the dtypes of the updates."""
-    pairs = zip(leaves, example.inexact_leaves(), strict=True)
-    return [(x / divisor.astype(x.dtype)).astype(like.dtype) for x, like in pairs]
-
-
-def _key_from(seed: Any) -> Array:
-    """A key from an int, all of whose bits count; JAX 0.10.2 cuts Python ints to 32 bits."""
+def _make_key(seed: Any) -> Array:
+    """Creates a key from all bits of an int, which JAX truncates to 32 bits (as of JAX 0.10.2)."""
     if isinstance(seed, Tracer) or -(2**31) <= int(seed) < 2**32:
         return jax.random.key(seed)
     low, rest = int(seed) & 0xFFFFFFFF, int(seed) >> 32
@@ -265,17 +235,45 @@ def _key_from(seed: Any) -> Array:
     return key if int(seed) >= 0 else jax.random.fold_in(key, 0)
 
 
-def _check_key(key: Any, *, is_needed: bool) -> Array | None:
-    if key is None:
-        if is_needed:
+_HINT = (
+    "pass the gradients of examples, as from jax.vmap(jax.grad(loss_fn), (None, 0)). Note that "
+    "optax.MultiSteps cannot wrap per_example_clip_and_aggregate, because it passes a mean without "
+    "examples. For microbatches, use per_example.clipped_grad(microbatch_size=) and "
+    "per_example.noisy_mean"
+)
+
+
+def _check_example_axis(flat: FlatTree, params: PyTree | None) -> None:
+    """Checks that no gradient has the shape of its parameter, because its rows are no examples."""
+    if params is None:
+        return
+    flat_params = flatten(params, "params")
+    indices = flat_params.inexact_indices
+    shapes = {flat_params.paths[i]: np.shape(flat_params.leaves[i]) for i in indices}
+    for i in flat.inexact_indices:
+        shape = np.shape(flat.leaves[i])
+        if shapes.get(flat.paths[i]) == shape:
             raise ValueError(
-                "key must be given for noise: a key from jax.random, or an int. (It may be left "
-                "out if noise_multiplier is the number 0; with optax.inject_hyperparams pass "
-                'static_args=("noise_multiplier",))'
+                "updates must have an example axis before the axes of the parameters, but leaf "
+                f"{leaf_name(flat.paths[i])!r} has the shape {shape} of its parameter; {_HINT}"
             )
-        return None
-    if np.shape(key) == () and is_real(key) and jnp.issubdtype(jnp.result_type(key), jnp.integer):
-        return _key_from(key)
-    if not is_key(key):
-        raise TypeError(f"key must be one key from jax.random, or an int, got {key!r}")
-    return jnp.asarray(key)
+
+
+def _check_sums_replicated(flat: FlatTree) -> None:
+    """Checks that the sums are equal on all devices, which would otherwise share their noise."""
+    leaves, manual = flat.inexact_leaves(), meshes.manual_axes()
+    axes = meshes.tree_varying_axes(leaves) if meshes.has_vma_tracking() else manual
+    if axes:
+        raise ValueError(
+            "updates must be the same on all devices, but the sums of per_example_clip_and_"
+            f"aggregate differ along {sorted(axes)}, and noise from one key would cancel in their "
+            "differences; inside shard_map and pmap, use clipped_grad (or clip_sum), then "
+            "jax.lax.psum(result.grads, ...) and per_example.noisy_mean, or call this stage under "
+            "jit"
+        )
+
+
+def _divide_and_cast(leaves: list[Array], divisor: Array, example: FlatTree) -> list[Array]:
+    """Divides the leaves, and casts them to the dtypes of the updates."""
+    pairs = zip(leaves, example.inexact_leaves(), strict=True)
+    return [(x / divisor.astype(x.dtype)).astype(like.dtype) for x, like in pairs]

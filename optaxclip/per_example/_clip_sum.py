@@ -1,4 +1,8 @@
-"""The thresholds of an example's groups, from the threshold of the whole example."""
+"""Clips per-example gradients and sums them.
+
+`ExampleClip` resolves the thresholds of the groups of an example. `clip_sum` and the counterparts
+of Optax's functions apply it to gradients with a leading example axis.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -30,122 +34,31 @@ Split = Literal["uniform", "size"]
 ExampleThreshold: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
 
 
-def check_example_threshold(threshold: Any, argument: str) -> ExampleThreshold:
-    """`threshold`, checked to be a number, or a dict of numbers by the names of the groups."""
-    if isinstance(threshold, Mapping):
-        items = threshold.items()
-        return {name: _check_number(value, f"{argument}[{name!r}]") for name, value in items}
-    return _check_number(threshold, argument)
-
-
-def group_thresholds(
-    threshold: ExampleThreshold, grouping: Grouping, one: FlatTree, split: Split
-) -> tuple[list[Array], Array]:
-    """The thresholds of an example's groups, and the threshold of the whole example.
-
-    Args:
-      threshold: checked. A number is the threshold of the whole example; the groups get shares of it, so
-        that the squares of their thresholds sum to at most its square. Numbers by name are the thresholds
-        of groups.
-      grouping: the groups of one example.
-      one: the tree of one example.
-      split: "uniform" gives each of `K` groups `threshold / sqrt(K)`; "size" gives a group with `D_i`
-        of all `D` entries `threshold * sqrt(D_i / D)`.
-
-    Returns:
-      For each group, or array of groups, thresholds of its shape; and the threshold of the whole example's
-      norm, `[]`. All are float64 if a leaf is 64-bit, else float32.
-    """
-    dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.inexact_leaves()})
-    if isinstance(threshold, Mapping):
-        thresholds = _thresholds_by_name(dict(threshold), grouping, dtype)
-        return thresholds, combine_norms(ravel_and_concatenate(thresholds))
-    # A traced threshold may be negative; then it acts as 0.
-    bound = jnp.maximum(jnp.asarray(threshold).astype(dtype), 0)
-    sizes = [math.prod(np.shape(leaf)) for leaf in one.inexact_leaves()]
-    shares = _split_weights(grouping, sizes, split)
-    roots = [jnp.asarray(math.sqrt(share)).astype(dtype) for share in shares]
-    rows = zip(roots, grouping.groups, strict=True)
-    return [jnp.broadcast_to(bound * root, group.shape) for root, group in rows], bound
-
-
-def sensitivity_factor(relation: Any) -> int:
-    """How many thresholds the sum can change by between neighbouring data sets."""
-    name = getattr(relation, "name", relation)
-    name = name.lower() if isinstance(name, str) else name
-    if name not in _CHANGES:
-        raise ValueError(f"relation must be one of {list(_CHANGES)}, got {relation!r}")
-    return _CHANGES[name]
-
-
-_CHANGES = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
-
-
-def _thresholds_by_name(
-    threshold: dict[str, Any], grouping: Grouping, dtype: jnp.dtype
-) -> list[Array]:
-    if grouping.layout == "dict":
-        entries = [(group.names[0], group.shape) for group in grouping.groups]
-    else:
-        entries = [(name, ()) for name in grouping.names]
-    rule, norms = (
-        resolve_rule(threshold, entries),
-        ravel_and_concatenate([jnp.zeros(x, dtype) for _, x in entries]),
-    )
-    thresholds, _ = update_rule(rule, rule.init(norms), norms, None, "threshold")
-    return split_and_reshape(thresholds.target, [group.shape for group in grouping.groups])
-
-
-def _split_weights(grouping: Grouping, sizes: list[int], split: Split) -> list[float]:
-    """The share of the square of the threshold that each group gets; all shares sum to 1."""
-    groups = [math.prod(group.shape) for group in grouping.groups]
-    if split == "uniform":
-        return [1 / max(sum(groups), 1)] * len(groups)
-    # At least 1, so that nothing is divided by 0 for an empty tree or an array without groups.
-    counts = [max(count, 1) * max(sum(sizes), 1) for count in groups]
-    return [own / count for own, count in zip(_entries(grouping, sizes), counts, strict=True)]
-
-
-def _entries(grouping: Grouping, sizes: list[int]) -> list[int]:
-    """The number of entries of each group."""
-    return [sum(sizes[i] for i in group.leaf_indices) for group in grouping.groups]
-
-
-def _check_number(threshold: Any, argument: str) -> Any:
-    if callable(threshold) or isinstance(threshold, QuantileThreshold):
-        raise TypeError(
-            f"{argument} must be a number or scalar array, got {short_repr(threshold)}: pass its threshold at "
-            "this step, or use per_example_clip_and_aggregate, whose threshold may be a schedule or "
-            "quantile_threshold()"
-        )
-    return check_threshold_value(threshold, argument, by_name=True)
-
-
 _WHOLE_EXAMPLE = scopes.tree()
 """The default scope, with one norm for the whole example."""
 
 
 @register_state
 class PerExampleResult(NamedTuple):
-    """The sum of clipped examples, and what happened to the examples.
+    """The sum of clipped examples, with norms and counts.
 
-    Only `grads` is bounded. Noise on the sum does not protect the other fields, which are not
-    private; even the counts are not.
+    Only `grads` is bounded. Noise on the sum does not protect the other fields. Note that even the
+    counts are not private.
 
     Attributes:
-      grads: the tree of the sum, in float32 or wider.
-      num_clipped: int32, for each group, in how many examples it exceeded its threshold by more than
-        rounding: `[]` for the scope `tree`, `[groups]` for labels and leaves, a dict of arrays for
-        `axes` and `unit`.
-      num_dropped: int32[], examples that contributed nothing because something in them (or the
-        threshold) was not finite. They count neither as clipped nor as unclipped.
-      norms: float32 or wider, each example's norms before clipping, in the form of `num_clipped`
-        with a leading axis of examples; 0 for padding.
-      num_unclipped: int32[], examples without a group above its threshold.
-      losses: `[examples]`, from `clipped_grad`.
-      aux: the loss's auxiliary output, with a leading axis of examples, from `clipped_grad`.
-      bound: float32 or wider, `[]`, the norm that no example's contribution to `grads` exceeds;
-        `noisy_mean` computes its noise from it. None in a result that was made by hand.
+      grads: The tree of the sum, in float32 or wider.
+      num_clipped: int32, the number of examples in which a group exceeded its threshold by more
+        than rounding: `[]` for the scope `tree`, `[groups]` for labels and leaves, and a dict of
+        arrays for `axes` and `unit`.
+      num_dropped: int32[], the number of examples that added nothing because they, or the
+        threshold, were non-finite. They count neither as clipped nor as unclipped.
+      norms: The norms of the examples before clipping, in float32 or wider, in the structure of
+        `num_clipped` with a leading example axis. The norms of padding are 0.
+      num_unclipped: int32[], the number of examples without a group above its threshold.
+      losses: The losses `[examples]`, from `clipped_grad`.
+      aux: The auxiliary output of the loss with a leading example axis, from `clipped_grad`.
+      bound: The maximum norm of the contribution of an example to `grads`, `[]`, in float32 or
+        wider. `noisy_mean` uses it to compute the noise. It is None in manually created results.
     """
 
     grads: PyTree
@@ -159,7 +72,7 @@ class PerExampleResult(NamedTuple):
 
 
 class ExampleClip(NamedTuple):
-    """How each example is clipped, checked. All fields but `threshold` are static under `jit`."""
+    """Checked options of per-example clipping. Only `threshold` is not static under `jit`."""
 
     threshold: ExampleThreshold
     scope: Scope
@@ -170,23 +83,107 @@ class ExampleClip(NamedTuple):
     def create(
         cls, threshold: ExampleThreshold, scope: Scope | None, response: str | Response, split: str
     ) -> "ExampleClip":
-        """The clip that a user asked for."""
+        """Checks the options of a call."""
         threshold = check_example_threshold(threshold, "threshold")
         scope = _WHOLE_EXAMPLE if scope is None else resolve_scope(scope)
-        chosen: Split = check_choice(split, get_args(Split), "split")
-        return cls(threshold, scope, as_response(response), chosen)
+        checked_split: Split = check_choice(split, get_args(Split), "split")
+        return cls(threshold, scope, as_response(response), checked_split)
 
     def compute_thresholds(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
-        """The groups of one example's tree, their thresholds, and the threshold of the whole example."""
+        """Returns the groups of an example, their thresholds, and the threshold of the example.
+
+        If the threshold is a number, it applies to the whole example, and the squares of the
+        thresholds of the groups sum to at most its square. If the threshold is a dict, it maps the
+        names of groups to their thresholds.
+
+        Args:
+          one: The tree of one example.
+
+        Returns:
+          The groups, their thresholds `[*group]`, and the threshold of the norm of the whole
+          example, `[]`. The thresholds are float64 if a leaf is 64-bit, and float32 otherwise.
+        """
         grouping = self.scope(one)
-        return grouping, *group_thresholds(self.threshold, grouping, one, self.split)
+        dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.inexact_leaves()})
+        if isinstance(self.threshold, Mapping):
+            thresholds = _compute_named_thresholds(dict(self.threshold), grouping, dtype)
+            return grouping, thresholds, combine_norms(ravel_and_concatenate(thresholds))
+        # A traced threshold may be negative, and is then used as 0.
+        bound = jnp.maximum(jnp.asarray(self.threshold).astype(dtype), 0)  # f32[]
+        sizes = [math.prod(np.shape(leaf)) for leaf in one.inexact_leaves()]
+        fractions = _split_square(grouping, sizes, self.split)
+        roots = [jnp.asarray(math.sqrt(fraction)).astype(dtype) for fraction in fractions]
+        rows = zip(roots, grouping.groups, strict=True)
+        # f32[] -> f32[*group]
+        return (
+            grouping,
+            [jnp.broadcast_to(bound * root, group.shape) for root, group in rows],
+            bound,
+        )
 
     def sums(self, leaves: list[Any], one: FlatTree, is_padding: Array) -> ClippedSums:
-        """The clipped sums of measured leaves `[examples, ...]`."""
+        """Clips measured leaves `[examples, ...]` and sums them."""
         grouping, thresholds, _ = self.compute_thresholds(one)
+        arrays = [jnp.asarray(leaf) for leaf in leaves]
         return compute_clipped_sums(
-            leaves, thresholds, is_padding, grouping=grouping, response=self.response
+            arrays, thresholds, is_padding, grouping=grouping, response=self.response
         )
+
+
+def check_example_threshold(threshold: Any, argument: str) -> ExampleThreshold:
+    """Checks that a threshold is a number, or a dict from names of groups to numbers."""
+    if isinstance(threshold, Mapping):
+        items = threshold.items()
+        return {name: _check_number(value, f"{argument}[{name!r}]") for name, value in items}
+    return _check_number(threshold, argument)
+
+
+def _check_number(threshold: Any, argument: str) -> Any:
+    if callable(threshold) or isinstance(threshold, QuantileThreshold):
+        raise TypeError(
+            f"{argument} must be a number or scalar array, got {short_repr(threshold)}; pass its "
+            "threshold at this step, or use per_example_clip_and_aggregate, which accepts a "
+            "schedule or quantile_threshold()"
+        )
+    return check_threshold_value(threshold, argument, by_name=True)
+
+
+def _compute_named_thresholds(
+    threshold: dict[str, Any], grouping: Grouping, dtype: jnp.dtype
+) -> list[Array]:
+    """Returns the thresholds `[*group]` of a dict from names of groups."""
+    if grouping.layout == "dict":
+        names = [(group.names[0], group.shape) for group in grouping.groups]
+    else:
+        names = [(name, ()) for name in grouping.names]
+    rule = resolve_rule(threshold, names)
+    norms = ravel_and_concatenate([jnp.zeros(shape, dtype) for _, shape in names])  # f32[groups]
+    thresholds, _ = update_rule(rule, rule.init(norms), norms, None, "threshold")
+    # f32[groups] -> f32[*group]
+    return split_and_reshape(thresholds.target, [group.shape for group in grouping.groups])
+
+
+def _split_square(grouping: Grouping, sizes: list[int], split: Split) -> list[float]:
+    """Returns the fractions of the squared threshold of the groups, which sum to 1."""
+    counts = [math.prod(group.shape) for group in grouping.groups]
+    if split == "uniform":
+        return [1 / max(sum(counts), 1)] * len(counts)
+    elements = [sum(sizes[i] for i in group.leaf_indices) for group in grouping.groups]
+    # The denominators are at least 1 to support empty trees and arrays without groups.
+    denominators = [max(count, 1) * max(sum(sizes), 1) for count in counts]
+    return [own / total for own, total in zip(elements, denominators, strict=True)]
+
+
+_CHANGES = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
+
+
+def sensitivity_factor(relation: Any) -> int:
+    """Returns the change of the sum between neighboring data sets, in thresholds."""
+    name = getattr(relation, "name", relation)
+    name = name.lower() if isinstance(name, str) else name
+    if name not in _CHANGES:
+        raise ValueError(f"relation must be one of {list(_CHANGES)}, got {relation!r}")
+    return _CHANGES[name]
 
 
 def clip_sum(
@@ -201,44 +198,49 @@ def clip_sum(
 ) -> PerExampleResult:
     """Clips the gradient of each example and sums them.
 
-    Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133; per
-    layer, McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
+    Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133. Per leaf:
+    McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
 
-    Guarantees: the L2 norm of one example's contribution to the sum is never above `threshold`, in any
-    dtype of the gradients. Norms, products and the sum are in float32 (float64 for 64-bit leaves).
-    A group that exceeds its threshold, or might exceed it by rounding, is brought below it, in float32
-    by a relative 2e-6 at most. An example with a NaN or infinite entry adds exactly nothing. Other
-    examples below their threshold are summed as they are.
+    The L2 norm of the contribution of an example never exceeds `threshold`, in any dtype of the
+    gradients. Norms, products and the sum are computed in float32 (float64 for 64-bit leaves). If a
+    group exceeds its threshold, or may exceed it by rounding, it is clipped below the threshold. In
+    float32, the relative difference is at most 2e-6. Examples with a NaN or infinite element add
+    exactly nothing. All other examples below their threshold are summed without modification.
 
-    Like all floating-point sums, the sum over many examples is rounded.
-    `per_example_clip_and_aggregate` adds noise, and explains what the bound means for privacy.
+    Note that the sum over many examples is rounded, as all floating-point sums.
+    `per_example_clip_and_aggregate` adds noise and explains how the bound relates to privacy.
 
     Args:
-      grads: leaves `[examples, ...]`, real or complex floating-point. `None` leaves stay; integer,
-        bool and `float0` leaves do not count, and come back as zeros without the axis of examples.
-      threshold: the largest L2 norm of one example's contribution: a number or a scalar array, of which
-        each group gets a share by `split`; or a dict from the name of a group to its own threshold. A
-        negative traced threshold acts as 0, and so does one below the least normal number (1.2e-38 in
-        float32); with a traced NaN every example is dropped.
-      scope: which entries of an example share one norm, from `optaxclip.scopes`; all of them if
-        None.
-      response: "clip", "normalize", "smooth", "auto_s", or a function (see `optaxclip.responses`).
-        A new norm above the threshold becomes the threshold, and a negative one becomes 0.
-      split: "uniform", `threshold / sqrt(K)` for each of `K` groups, or "size",
-        `threshold * sqrt(D_i / D)` for a group of `D_i` of all `D` entries.
-      is_padding: bool `[examples]`, which examples are padding and add nothing; None for none.
-      specs: needed inside `shard_map` and `pmap` if devices have different gradients:
-        `PartitionSpec("x")`, or a pytree prefix of the gradients with such specs, says that the
-        devices along "x" have different examples. Gradients that are split otherwise are refused.
+      grads: Real or complex floating-point leaves `[examples, ...]`. `None` leaves are kept.
+        Integer, bool and `float0` leaves are ignored, and are returned as zeros without the example
+        axis.
+      threshold: The maximum L2 norm of the contribution of an example. It can be a number or a
+        scalar array, which is divided between the groups according to `split`. It can also be a
+        dict from names of groups to their thresholds. Negative traced thresholds and thresholds
+        below the smallest normal number (1.2e-38 in float32) are used as 0. If a traced threshold
+        is NaN, all examples are dropped.
+      scope: A scope from `optaxclip.scopes`, which defines the elements of an example that share a
+        norm. Defaults to all elements.
+      response: "clip", "normalize", "smooth", "auto_s" or a function (see `optaxclip.responses`).
+        The norms that it returns are clipped to the range from 0 to the threshold.
+      split: If "uniform", the threshold of `K` groups is `threshold / sqrt(K)`. If "size", the
+        threshold of a group with `D_i` of `D` elements is `threshold * sqrt(D_i / D)`.
+      is_padding: bool `[examples]`, with True for examples that are padding and add nothing. By
+        default, no example is padding.
+      specs: A `PartitionSpec`, or a pytree prefix of the gradients with such specs. It is required
+        inside `shard_map` and `pmap` if devices have different gradients. `PartitionSpec("x")`
+        means that the devices along "x" have different examples. Gradients that are sharded along
+        other axes are rejected.
 
     Returns:
-      The sum, and what happened to the examples.
+      A `PerExampleResult` with the sum, the norms and the counts.
 
     Raises:
-      ValueError: for a threshold that is negative, NaN or not a scalar, leaves that do not share an
-        axis of examples, or an unknown name; inside `shard_map` and `pmap`, for gradients of which
-        a device may hold a part.
-      TypeError: if the threshold is not a number, the scope not a scope, or a leaf not a dense array.
+      ValueError: If a threshold is negative, NaN or not a scalar, if the leaves do not share an
+        example axis, or if a name is unknown. Inside `shard_map` and `pmap`, also if the gradients
+        may be sharded.
+      TypeError: If the threshold is not a number, if the scope is not a scope, or if a leaf is not
+        a dense array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -258,25 +260,25 @@ def clip_sum(
 def per_example_global_norm_clip(
     grads: PyTree, l2_norm_clip: ArrayLike, *, specs: PyTree = None
 ) -> tuple[PyTree, Array]:
-    """Clips each example by its global norm, and sums: Optax's function of this name.
+    """Clips examples by their global norms and sums them, as Optax's function of this name.
 
-    Unlike Optax's function it keeps the bound in every dtype, and drops examples that are not
-    finite. `clip_sum` explains the guarantees, and also tells how many examples were dropped.
+    Unlike Optax's function, it keeps the bound in all dtypes and drops non-finite examples. See
+    `clip_sum` for the guarantees. `clip_sum` also returns the number of dropped examples.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
     Args:
-      grads: leaves `[examples, ...]`; integers are summed as float32.
-      l2_norm_clip: the largest norm of one example.
-      specs: as in `clip_sum`.
+      grads: Leaves `[examples, ...]`. Integers are summed as float32.
+      l2_norm_clip: The maximum norm of an example.
+      specs: The specs of the gradients, as in `clip_sum`.
 
     Returns:
-      The sum in float32 or wider, and int32[], how many examples were above the threshold.
+      The sum in float32 or wider, and the number of examples above the threshold, int32[].
 
     Raises:
-      ValueError: for a threshold that is negative, NaN or not a scalar, or leaves that do not share an
-        axis of examples; inside `shard_map` and `pmap` as `clip_sum`.
-      TypeError: if the threshold is not a number, or a leaf is not a dense array.
+      ValueError: If the threshold is negative, NaN or not a scalar, or if the leaves do not share
+        an example axis. Inside `shard_map` and `pmap`, also if the gradients may be sharded.
+      TypeError: If the threshold is not a number, or if a leaf is not a dense array.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -296,24 +298,24 @@ def per_example_global_norm_clip(
 def per_example_layer_norm_clip(
     grads: PyTree, global_l2_norm_clip: ArrayLike, uniform: bool = True, *, specs: PyTree = None
 ) -> tuple[PyTree, PyTree]:
-    """Clips each leaf of each example by its own norm, and sums: Optax's function of this name.
+    """Clips the leaves of examples by their norms and sums them, as Optax's function of this name.
 
     Source: McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
 
     Args:
-      grads: leaves `[examples, ...]`; integers are summed as float32.
-      global_l2_norm_clip: the largest norm `C` of one example.
-      uniform: whether each of `K` leaves may have the norm `C / sqrt(K)`; if False, a leaf of `D_i`
-        of all `D` entries may have `C * sqrt(D_i / D)`.
-      specs: as in `clip_sum`.
+      grads: Leaves `[examples, ...]`. Integers are summed as float32.
+      global_l2_norm_clip: The maximum norm `C` of an example.
+      uniform: If True, the threshold of `K` leaves is `C / sqrt(K)`. If False, the threshold of a
+        leaf with `D_i` of `D` elements is `C * sqrt(D_i / D)`.
+      specs: The specs of the gradients, as in `clip_sum`.
 
     Returns:
-      The sum in float32 or wider, and for each leaf how many examples were above its threshold,
-      int32[].
+      The sum in float32 or wider, and a tree with the numbers of examples in which the leaves were
+      above their thresholds, int32[].
 
     Raises:
-      ValueError: as in `per_example_global_norm_clip`.
-      TypeError: as in `per_example_global_norm_clip`.
+      ValueError: As in `per_example_global_norm_clip`.
+      TypeError: As in `per_example_global_norm_clip`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -333,7 +335,7 @@ def per_example_layer_norm_clip(
 
 
 def result_of(sums: ClippedSums, grads: PyTree) -> PerExampleResult:
-    """The result for users, from the sums and the tree of the summed gradients."""
+    """Returns the public result for sums and the tree of the summed gradients."""
     chex.assert_trees_all_equal_structs(sums.num_clipped, sums.norms)
     chex.assert_shape([sums.num_dropped, sums.num_unclipped], ())
     return PerExampleResult(
@@ -342,29 +344,47 @@ def result_of(sums: ClippedSums, grads: PyTree) -> PerExampleResult:
 
 
 def padding_flags(is_padding: ArrayLike | None, examples: int) -> Array:
-    """Which examples are padding, checked; None means none."""
+    """Checks and returns the flags of padding, bool `[examples]`."""
     flags = jnp.zeros(examples, bool) if is_padding is None else jnp.asarray(is_padding)
     if flags.dtype != jnp.bool_:
         raise TypeError(f"is_padding must be bool, got dtype {flags.dtype}")
     if flags.shape != (examples,):
         raise ValueError(
-            f"is_padding must have one entry for each of {examples} examples, got shape "
+            f"is_padding must have one element for each of {examples} examples, got shape "
             f"{flags.shape}"
         )
     return flags
+
+
+def _flatten_as_float(grads: PyTree) -> FlatTree:
+    """Flattens a tree and casts integers to float32, as in Optax."""
+    flat = flatten(grads, "grads", integer_policy="measure")
+    get_batch_size(flat, "grads")
+    arrays = [jnp.asarray(leaf) for leaf in flat.leaves]  # [examples, ...]
+    is_float = [jnp.issubdtype(array.dtype, jnp.inexact) for array in arrays]
+    rows = zip(arrays, is_float, strict=True)
+    return flat._replace(leaves=[x if flag else x.astype(jnp.float32) for x, flag in rows])
+
+
+_HINT = (
+    "If the devices along an axis have different examples and their whole gradients, use "
+    'specs=PartitionSpec("axis"). If all devices have the same gradients, use '
+    "specs=PartitionSpec(). For sharded gradients, clip under jit on an explicit mesh "
+    "(jax.make_mesh), which computes the norms over all devices"
+)
 
 
 def _clip_and_sum(
     flat: FlatTree, clip: ExampleClip, specs: PyTree, is_padding: ArrayLike | None = None
 ) -> ClippedSums:
     examples = get_batch_size(flat, "grads")
-    check_examples_unsharded(flat, specs, of_examples=True, remedy=_REMEDY)
+    check_examples_unsharded(flat, specs, of_examples=True, remedy=_HINT)
     return clip.sums(flat.inexact_leaves(), example_spec(flat), padding_flags(is_padding, examples))
 
 
 def example_spec(flat: FlatTree) -> FlatTree:
-    """The tree of one example, whose measured leaves are shapes and dtypes only."""
-    leaves = [
+    """Returns the tree of one example, with the shapes and dtypes of the measured leaves."""
+    leaves = [  # [examples, ...] -> [...]
         jax.ShapeDtypeStruct(np.shape(leaf)[1:], jnp.result_type(leaf))
         if i in set(flat.inexact_indices)
         else leaf
@@ -374,34 +394,11 @@ def example_spec(flat: FlatTree) -> FlatTree:
 
 
 def sum_tree(flat: FlatTree, measured: list[Array]) -> PyTree:
-    """The tree of the sum, with zeros for leaves that are not measured."""
-    return flat._replace(leaves=[_zeros_for_unmeasured(leaf) for leaf in flat.leaves]).unflatten(
-        measured
-    )
-
-
-def _zeros_for_unmeasured(leaf: Any) -> Any:
-    dtype = jnp.result_type(leaf)
-    zeros: Callable[..., Any] = np.zeros if dtype == jax.dtypes.float0 else jnp.zeros
-    return zeros(np.shape(leaf)[1:], dtype)
-
-
-def _flatten_as_float(grads: PyTree) -> FlatTree:
-    """The flattened tree, with integers as float32, as in Optax."""
-    flat = flatten(grads, "grads", integer_policy="measure")
-    get_batch_size(flat, "grads")
-    return flat._replace(leaves=[_cast_to_floating(leaf) for leaf in flat.leaves])
-
-
-def _cast_to_floating(leaf: Any) -> Array:
-    array = jnp.asarray(leaf)
-    is_float = jnp.issubdtype(array.dtype, jnp.inexact)
-    return array if is_float else array.astype(jnp.float32)
-
-
-_REMEDY = (
-    "If the devices along an axis have different examples, and whole gradients of them, say so by "
-    'specs=PartitionSpec("axis"); or by specs=PartitionSpec() that all devices have the same. For '
-    "gradients that are split, clip under jit on an explicit mesh (jax.make_mesh), where the norms "
-    "are those of all devices"
-)
+    """Returns the tree of the sum, with zeros for leaves that are not measured."""
+    zeros: list[Any] = []
+    for leaf in flat.leaves:
+        dtype = jnp.result_type(leaf)
+        # `jax.numpy` has no arrays of float0 (as of JAX 0.10.2).
+        zeros_fn: Callable[..., Any] = np.zeros if dtype == jax.dtypes.float0 else jnp.zeros
+        zeros.append(zeros_fn(np.shape(leaf)[1:], dtype))  # [examples, ...] -> [...]
+    return flat._replace(leaves=zeros).unflatten(measured)

@@ -1,4 +1,4 @@
-"""Computes, clips and sums the gradients of examples, one microbatch at a time."""
+"""Computes, clips and sums per-example gradients in microbatches."""
 
 import dataclasses
 import functools
@@ -26,10 +26,10 @@ from optaxclip.per_example._clip_sum import (
 from optaxclip.per_example._example_loss import (
     ExampleLoss,
     RunningSums,
+    mixes_examples,
+    retry_separately,
     scan_microbatches,
-    with_retry,
 )
-from optaxclip.per_example._programs import mixes_examples
 from optaxclip.per_example.ghost.clip import check_scope, compute_clipped_sums
 from optaxclip.per_example.ghost.plan import GhostNormPlan
 from optaxclip.responses import Response
@@ -40,9 +40,9 @@ Method = Literal["vmap", "ghost"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
-    """The function that `clipped_grad` returns, of whose arguments its fields are made.
+    """The function returned by `clipped_grad`, with checked arguments as fields.
 
-    The method `sensitivity` tells how far one example can change the sum.
+    Its method `sensitivity` returns the maximum change of the sum by one example.
     """
 
     loss_fn: Callable[..., Any]
@@ -58,10 +58,10 @@ class ClippedGrad:
     def __call__(
         self, *args: Any, is_padding: ArrayLike | None = None, **keywords: Any
     ) -> PerExampleResult:
-        """The sum of the clipped gradients, and what happened to the examples."""
+        """Returns the sum of the clipped gradients, with norms and counts."""
         roles = LossArguments.split(args, self.argnums, self.batch_argnums)
         loss = ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
-        batch = (roles.batch, padding_flags(is_padding, loss.examples))
+        batch = (roles.batch, padding_flags(is_padding, loss.examples))  # [examples, ...]
         measured = loss.local_params(batch, self.specs)
         program, output = loss.program(measured)
         is_mixing = mixes_examples(program.jaxpr)
@@ -75,50 +75,53 @@ class ClippedGrad:
             step = functools.partial(compute_clipped_sums, plan, loss, measured, *groups)
         else:
             step = functools.partial(_clip_microbatch, self, loss, measured, one, is_mixing)
-        nothing = meshes.pvary_like(batch, RunningSums.zeros(one, grouping))
+        zeros = meshes.pvary_like(batch, RunningSums.zeros(one, grouping))
         if is_mixing:
-            step = with_retry(step, nothing)
-        sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, nothing)
+            step = retry_separately(step, zeros)
+        sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, zeros)
         result = result_of(sums, one.replace_with_float0().unflatten(sums.leaves))
         return result._replace(losses=losses, aux=aux, bound=bound)
 
     def sensitivity(self, relation: Any = "add_or_remove_one", params: PyTree = None) -> ArrayLike:
-        """The largest L2 norm by which one example can change the sum: noise is scaled by it.
+        """Returns the maximum L2 norm of the change of the sum by one example, to scale noise.
 
         Args:
-          relation: how two neighbouring data sets differ. One of them lacks an example
-            ("add_or_remove_one"), has a blank example in its place ("replace_special"), or has a
-            different example in its place ("replace_one"), which doubles the change. A member of
-            `dp_accounting.NeighboringRelation` will do too.
-          params: the parameters; thresholds by name need them, to count the groups of each name.
+          relation: The relation between neighboring data sets. One of them lacks an example
+            ("add_or_remove_one"), has a blank example instead ("replace_special"), or has a
+            different example instead ("replace_one"), which doubles the change. You can also use a
+            member of `dp_accounting.NeighboringRelation`.
+          params: The parameters. They are required for thresholds by name, to count the groups with
+            the same name.
 
         Raises:
-          ValueError: for another relation, or for thresholds by name without `params`.
+          ValueError: If the relation is unknown, or if thresholds by name are used without
+            `params`.
         """
         change = sensitivity_factor(relation)
         bound: Any = self.clip.threshold
         if isinstance(bound, Mapping):
             if params is None:
                 raise ValueError(
-                    "thresholds are given by the names of groups, and the sensitivity depends on how "
-                    "many groups have each name: pass params="
+                    "params must be given for thresholds by name, because the sensitivity depends "
+                    "on the number of groups with the same name, got None; pass params="
                 )
             bound = self.clip.compute_thresholds(self._get_clipped_tree(flatten_params(params)))[2]
         return change * bound
 
     def _get_clipped_tree(self, params: FlatTree) -> FlatTree:
-        """The tree that is clipped for one example: like the parameters, or from `transform`."""
+        """Returns the tree that is clipped for one example: the gradient or its transform."""
         if self.transform is None:
             return params
         zeros = [jnp.zeros_like(leaf) for leaf in params.inexact_leaves()]
-        made = self.transform(_gradient(params, zeros))
-        return flatten(made, "what pre_clipping_transform gives")
+        transformed = self.transform(_unflatten_gradient(params, zeros))
+        return flatten(transformed, _TRANSFORMED)
+
+
+_TRANSFORMED = "the result of pre_clipping_transform"
 
 
 @validate_call(
-    replacements={
-        "num_microbatches": "microbatch_size=, how many examples are differentiated at once"
-    }
+    replacements={"num_microbatches": "microbatch_size=, the number of examples in a microbatch"}
 )
 def clipped_grad(
     loss_fn: Callable[..., Any],
@@ -135,63 +138,69 @@ def clipped_grad(
     method: Method = "vmap",
     specs: PyTree = None,
 ) -> ClippedGrad:
-    """Makes a function that returns the sum of the examples' clipped gradients.
+    """Returns a function that computes the sum of clipped per-example gradients.
 
-    The guarantees are those of `clip_sum`, if the loss depends on the parameters and on one example
-    alone. With BatchNorm, `pmean` or `psum` over a batch, or with other examples in a closure or in
-    a keyword, one example changes what the others add, by any amount. The gradients of at most
-    `microbatch_size` examples are in memory at the same time: microbatches follow one another in a
-    `scan`, and the last one may be smaller. A microbatch takes its examples from all over the
-    batch, so that each device has a part of it if the batch is sharded. Norms, losses and aux are
-    in the order of the batch.
+    The guarantees are those of `clip_sum` if the loss only depends on the parameters and on one
+    example. With BatchNorm, `pmean` or `psum` over a batch, or with other examples in a closure or
+    a keyword argument, an example can change the contributions of other examples by any amount.
 
-    Under `jit` the sum is over the whole batch, even if it is sharded, with all-reduces for each
-    microbatch; on an explicit mesh, a microbatch is split over as many devices as divide it evenly.
-    Inside `shard_map`, sums and counts are those of the shard, without communication: `psum` them
-    afterwards, which takes one all-reduce for each dtype, however many microbatches there are. Each
-    device must have all parameters there; parameters that are split are refused.
+    At most `microbatch_size` per-example gradients are in memory at the same time. The microbatches
+    are processed in a `scan`, and the last one may be smaller. Their examples are strided over the
+    batch, so devices have a part of every microbatch if the batch is sharded. Norms, losses and aux
+    are in the order of the batch.
+
+    Under `jit`, the sum is over the whole batch, even if it is sharded, with all-reduces for every
+    microbatch. On an explicit mesh, microbatches are sharded across as many devices as divide them
+    evenly. Inside `shard_map`, sums and counts are those of the shard, without communication. Use
+    `psum` afterwards, which needs one all-reduce per dtype, for any number of microbatches. Devices
+    must have all parameters there, and sharded parameters are rejected.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
     Args:
-      loss_fn: the loss of one example, a scalar: `loss_fn(params, *example)`.
-      threshold: the largest L2 norm of one example's contribution, as in `clip_sum`.
-      argnums: which arguments to differentiate, as in `jax.grad`. The gradients of integer leaves
-        are `float0` zeros.
-      batch_argnums: which arguments, pytrees of arrays or of keys, have a leading axis of examples;
-        if None, all that are not in `argnums`.
-      has_aux: whether `loss_fn` returns `(loss, aux)`.
-      microbatch_size: how many examples to differentiate at once; all of them if None.
-      scope: which entries of an example share one norm; all of them if None.
-      response: as in `clip_sum`.
-      split: as in `clip_sum`.
-      pre_clipping_transform: a function of one example's gradient to any tree, such as a
-        preconditioner. Its result is clipped instead of the gradient: the bound, the groups
-        and the sum are those of the result.
-      method: "vmap" computes the gradient of each example. "ghost" computes norms and sum without
-        these gradients, as `grad_norms` does, which is much faster if an example's gradient is
-        larger than its activations. It has only norms of whole leaves, and no
-        `pre_clipping_transform`. Its norms are upper bounds, so an example may be clipped somewhat
-        below the threshold; if its tokens or pixels cancel to a thousandth, far below. With
-        `microbatch_size=None` it chooses the size.
-      specs: for `pmap` and `shard_map(check_vma=False)`, where types do not show how parameters are
-        split: `PartitionSpec()` says that each device has all of them. Split ones are refused.
+      loss_fn: The scalar loss of one example, `loss_fn(params, *example)`.
+      threshold: The maximum L2 norm of the contribution of an example, as in `clip_sum`.
+      argnums: The positions of the arguments to differentiate, as in `jax.grad`. The gradients of
+        integer leaves are `float0` zeros.
+      batch_argnums: The positions of the arguments with a leading example axis, which can be
+        pytrees of arrays or keys. Defaults to all arguments that are not in `argnums`.
+      has_aux: If True, `loss_fn` returns `(loss, aux)`.
+      microbatch_size: The number of examples in a microbatch. Defaults to all examples.
+      scope: The scope that defines the elements of an example that share a norm. Defaults to all
+        elements.
+      response: The response to a norm above its threshold, as in `clip_sum`.
+      split: The division of the threshold between the groups, as in `clip_sum`.
+      pre_clipping_transform: A function from the gradient of an example to any tree, for example a
+        preconditioner. Its result is clipped instead of the gradient, and determines the bound, the
+        groups and the sum.
+      method: If "vmap" (the default), computes the gradients of the examples. If "ghost", computes
+        norms and the sum without these gradients, as `grad_norms`, which is much faster if the
+        gradient of an example is larger than its activations. It only supports norms of whole
+        leaves and no `pre_clipping_transform`. Note that its norms are upper bounds, so examples
+        may be clipped slightly below the threshold. If the tokens or pixels of an example cancel to
+        a thousandth, it is clipped far below. With `microbatch_size=None`, the size is chosen
+        automatically.
+      specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`, where types
+        do not show the sharding. `PartitionSpec()` means that devices have all parameters. Sharded
+        parameters are rejected.
 
     Returns:
-      A `ClippedGrad`: a function `(*args, is_padding=None, **keywords) -> PerExampleResult` of the
-      arguments of `loss_fn`; those in `batch_argnums` have a leading axis of examples. `is_padding`
-      is bool `[examples]`. Keywords are passed to `loss_fn`, the same for every example. The method
-      `sensitivity` returns how far one example can change the sum. With microbatches, call the
-      function inside of `jax.jit`: without it, the loop is compiled again at each call.
+      A `ClippedGrad`, which is a function `(*args, is_padding=None, **keywords) ->
+      PerExampleResult` of the arguments of `loss_fn`. The arguments in `batch_argnums` must have a
+      leading example axis. `is_padding` is bool `[examples]`. Keyword arguments are passed to
+      `loss_fn` for all examples. The method `sensitivity` returns the maximum change of the sum by
+      one example. If you use microbatches, call the function inside `jax.jit`. Otherwise, the loop
+      is compiled again in every call.
 
     Raises:
-      ValueError: for a threshold that is negative, NaN or not a scalar, a microbatch size below 1, or
-        an unknown name; when called, for arguments that do not share an axis of examples, positions
-        that do not exist or come twice, a loss that is not a scalar, and inside `shard_map` and
-        `pmap` for parameters that are split or may be, and a loss that sums over devices.
-      TypeError: for a threshold that is not a number, a scope that is not a scope, and positions or
-        sizes that are not ints; when called, for a model of Flax NNX or Equinox that holds more
-        than its parameters (`docs/recipes/modules.md`).
+      ValueError: If a threshold is negative, NaN or not a scalar, if the microbatch size is less
+        than 1, or if a name is unknown. The function raises it if the arguments do not share an
+        example axis, if positions do not exist or are repeated, or if the loss is not a scalar.
+        Inside `shard_map` and `pmap`, also if the parameters may be sharded, or if the loss sums
+        over devices.
+      TypeError: If the threshold is not a number, if the scope is not a scope, or if positions or
+        sizes are not ints. The function raises it for a model of Flax NNX or Equinox that contains
+        more than parameters (`docs/recipes/modules.md`).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -215,22 +224,17 @@ def clipped_grad(
     roles = check_argnums(argnums, batch_argnums)
     if pre_clipping_transform is not None and not callable(pre_clipping_transform):
         raise TypeError(
-            "pre_clipping_transform must be a function from the gradient of one example to the "
-            f"tree that is clipped, got {pre_clipping_transform!r}"
+            "pre_clipping_transform must be a function from the gradient of an example to the tree "
+            f"to clip, got {pre_clipping_transform!r}"
         )
-    method = check_method(method)
+    method = check_choice(method, get_args(Method), "method")
     if method == "ghost" and pre_clipping_transform is not None:
         raise ValueError(
-            'method="ghost" computes no gradient of an example that pre_clipping_transform could '
-            'change: use method="vmap"'
+            'pre_clipping_transform must be None with method="ghost", which does not compute '
+            f'per-example gradients, got {pre_clipping_transform!r}; use method="vmap"'
         )
     settings = (has_aux, microbatch_size, pre_clipping_transform, method, specs)
     return ClippedGrad(loss_fn, clip, *roles, *settings)
-
-
-def check_method(method: str) -> Method:
-    """`method`, checked to be "vmap" or "ghost"."""
-    return check_choice(method, get_args(Method), "method")
 
 
 def _clip_microbatch(
@@ -241,17 +245,17 @@ def _clip_microbatch(
     is_mixing: bool,
     batch: tuple[tuple[Any, ...], Array],
 ) -> tuple[ClippedSums, Array, PyTree]:
-    """Gradients of a microbatch, clipped and summed."""
-    examples, is_padding = batch
+    """Computes the clipped sums, the losses and aux of a microbatch from its gradients."""
+    examples, is_padding = batch  # [size, ...], bool[size]
 
     def grad_of_example(measured: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        value, leaves = loss.value_and_grad(measured, example)
+        value, leaves = jax.value_and_grad(loss, has_aux=loss.has_aux)(measured, example)
         if grad_fn.transform is not None:
-            made = grad_fn.transform(_gradient(loss.params, leaves))
+            transformed = grad_fn.transform(_unflatten_gradient(loss.params, leaves))
             is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
-            leaves = flatten(made, "what pre_clipping_transform gives").inexact_leaves()
+            leaves = flatten(transformed, _TRANSFORMED).inexact_leaves()
             if is_mixing and is_padding.size > 1:
-                # Otherwise a transform that replaces NaN would hide what came from other examples.
+                # A transform that replaces NaN would hide NaN from other examples.
                 is_known = functools.reduce(jnp.logical_and, is_finite, jnp.ones((), bool))
                 leaves = [jnp.where(is_known, leaf, jnp.nan) for leaf in leaves]
         return value, leaves
@@ -260,6 +264,6 @@ def _clip_microbatch(
     return grad_fn.clip.sums(leaves, one, is_padding), *loss.split(value)
 
 
-def _gradient(params: FlatTree, leaves: list[Any]) -> PyTree:
-    """The tree of a gradient, as `jax.grad` gives it."""
+def _unflatten_gradient(params: FlatTree, leaves: list[Any]) -> PyTree:
+    """Returns a gradient with the structure of `jax.grad`."""
     return params.replace_with_float0().unflatten(leaves)

@@ -1,8 +1,12 @@
-"""A loss of one example, as a function of its measured parameters and of the example."""
+"""The loss of one example, its program, and the sums over the microbatches of a batch.
+
+`ExampleLoss` calls the loss of the user and traces its program. The functions after it check this
+program for operations in which `vmap` mixes examples. `scan_microbatches` adds up the results.
+"""
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,12 +31,19 @@ from optaxclip._loss_arguments import (
     restore_batch_order,
 )
 from optaxclip.per_example._batched_clip import ClippedSums, sum_dtype
-from optaxclip.per_example._programs import refuse_shared_bits
+
+_HINT = (
+    "Per-example clipping inside shard_map and pmap requires all parameters on all devices. If "
+    "types do not show this, use specs=PartitionSpec(). For sharded parameters, clip under jit on "
+    "an explicit mesh (jax.make_mesh), which computes the norms over all devices"
+)
+
+_SCALAR_LOSS = "the loss of one example, which has no example axis"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExampleLoss:
-    """A user's loss of one example and the arguments of one call."""
+    """The loss of one example, with the arguments of one call."""
 
     loss_fn: Callable[..., Any]
     has_aux: bool
@@ -48,7 +59,7 @@ class ExampleLoss:
         roles: LossArguments,
         keywords: dict[str, Any],
     ) -> "ExampleLoss":
-        """The loss with the arguments of a call."""
+        """Flattens and checks the parameters of a call."""
         return cls(loss_fn, has_aux, roles, keywords, flatten_params(roles.params))
 
     @property
@@ -56,91 +67,163 @@ class ExampleLoss:
         """The number of examples."""
         return get_batch_size(flatten(self.roles.batch, "the batch"), "the batch")
 
-    def local_params(self, batch: PyTree, specs: PyTree) -> list[Any]:
-        """The parameters, typed so that each device has the gradients of its own examples.
-
-        Refused are parameters of which devices hold parts, or may hold them.
-        """
-        check_examples_unsharded(self.params, specs, of_examples=False, remedy=_REMEDY)
-        return meshes.pvary_like(batch, self.params.inexact_leaves())
-
-    def program(self, measured: list[Any]) -> tuple[Any, Any]:
-        """The program of one example, of the parameters and the example, and its output's types.
-
-        Refused are programs in which an example depends on others.
-        """
-        traced = []
-
-        def trace(example: Any) -> None:
-            traced.append(jax.make_jaxpr(self, return_shape=True)(measured, example))
-
-        # Under `vmap`, so that the example has the type that it will have there.
-        jax.eval_shape(jax.vmap(trace, axis_size=self.examples), self.roles.batch)
-        program, output = traced[0]
-        found = meshes.collective_primitives(program) if meshes.manual_axes() else frozenset[str]()
-        if found:
-            raise ValueError(
-                f"loss_fn exchanges data between devices, by {', '.join(sorted(found))}, so that "
-                "the gradient of one example depends on the examples of other devices, and the "
-                "threshold of one example bounds nothing: a BatchNorm needs axis_name=None"
-            )
-        refuse_shared_bits(program.jaxpr, len(measured))
-        return program, output
-
     def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> Any:
-        """Returns the loss of one example: a scalar, or with `has_aux` a pair."""
+        """Returns the scalar loss of one example, or a pair with aux."""
         args = self.roles.merge(self.params.unflatten(measured), example)
         value, aux = loss_and_aux(
-            self.loss_fn, args, self.keywords, has_aux=self.has_aux, description=_LOSS_DESCRIPTION
+            self.loss_fn, args, self.keywords, has_aux=self.has_aux, description=_SCALAR_LOSS
         )
         _warn_of_batch_statistics(aux)
         return (value, aux) if self.has_aux else value
 
-    def split(self, found: Any) -> tuple[Any, PyTree]:
-        """The losses and the auxiliary outputs, from what the loss returned for all examples."""
-        return found if self.has_aux else (found, None)
+    def split(self, result: Any) -> tuple[Any, PyTree]:
+        """Splits the results for all examples into losses and aux."""
+        return result if self.has_aux else (result, None)
 
-    def value_and_grad(
-        self, measured: list[Any], example: tuple[Any, ...]
-    ) -> tuple[Any, list[Any]]:
-        """What the loss returns for one example, and its gradient."""
-        return jax.value_and_grad(self, has_aux=self.has_aux)(measured, example)
+    def local_params(self, batch: PyTree, specs: PyTree) -> list[Any]:
+        """Returns parameters that vary like the batch, and checks that they are unsharded.
 
+        Devices then have the gradients of their own examples.
+        """
+        check_examples_unsharded(self.params, specs, of_examples=False, remedy=_HINT)
+        return meshes.pvary_like(batch, self.params.inexact_leaves())
 
-_LOSS_DESCRIPTION = (
-    "the loss of one example, with which it is called, without the axis of examples: sum over the "
-    "other axes"
-)
+    def program(self, measured: list[Any]) -> tuple[Any, Any]:
+        """Traces the program of the parameters and one example, and the types of its output.
+
+        Raises:
+          ValueError: If an example depends on other examples.
+        """
+        traced, trace = [], jax.make_jaxpr(self, return_shape=True)
+        # `vmap` gives the example the type that it has in the actual call.
+        append = jax.vmap(lambda x: traced.append(trace(measured, x)), axis_size=self.examples)
+        jax.eval_shape(append, self.roles.batch)
+        program, output = traced[0]
+        is_manual = bool(meshes.manual_axes())
+        collectives = meshes.collective_primitives(program) if is_manual else frozenset[str]()
+        if collectives:
+            raise ValueError(
+                "loss_fn must depend on one example, but exchanges data between devices, by "
+                f"{', '.join(sorted(collectives))}. The threshold does not bound the contribution "
+                "of an example if gradients depend on examples of other devices; for a BatchNorm, "
+                "use axis_name=None"
+            )
+        # The inputs are the parameters, then the example.
+        inputs = program.jaxpr.invars
+        _check_random_bits(program.jaxpr, [i >= len(measured) for i in range(len(inputs))])
+        return program, output
 
 
 def _warn_of_batch_statistics(aux: PyTree) -> None:
-    """Warns of running statistics that Flax or Haiku returns, as far as names show them."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_of_nnx):
+    """Warns if aux contains running statistics of Flax or Haiku, according to their names."""
+    pairs = jax.tree_util.tree_leaves_with_path(
+        aux, is_leaf=lambda x: type(x).__name__ == "BatchStat"
+    )
+    for path, leaf in pairs:
         name = jax.tree_util.keystr(path)
-        if _is_of_nnx(leaf) or re.search("batch_stats|batch_norm.*_ema", name):
+        # In NNX, the class of a variable has the name, not its path.
+        is_nnx_statistic = type(leaf).__name__ == "BatchStat"
+        if is_nnx_statistic or re.search("batch_stats|batch_norm.*_ema", name):
             warn(
                 f"loss_fn returns running statistics of a BatchNorm, {name}. In a batch of one "
-                "example its output is its bias, whatever the example, so that the model learns a "
-                "constant; and it may not see other examples. Take GroupNorm or LayerNorm, or "
+                "example, the output of a BatchNorm is its bias for all examples, so the model "
+                "learns a constant. It must not use other examples. Use GroupNorm or LayerNorm, or "
                 "keep the statistics fixed (use_running_average=True)"
             )
             return
 
 
-def _is_of_nnx(x: Any) -> bool:
-    # In NNX the class of a variable has the name, and not its path.
-    return type(x).__name__ == "BatchStat"
+_MIXING = frozenset({"conv_general_dilated", "custom_vjp_call"})
+"""Operations in which the elements of an example may be multiplied by zeros of other examples.
+
+XLA does so in convolutions (as of JAX 0.10.2). The backward pass of a `custom_vjp` is not in the
+program.
+"""
+
+_RBG = {"key<rbg>": {"random_bits"}, "key<urbg>": {"random_bits", "random_split", "random_fold_in"}}
+"""The operations that only use the first key under `vmap`, by key type (as of JAX 0.10.2)."""
 
 
-_REMEDY = (
-    "Per-example clips inside of shard_map and pmap need a copy of all parameters on each device; "
-    "where types do not show it, say so by specs=PartitionSpec(). For parameters that are split, "
-    "clip under jit on an explicit mesh (jax.make_mesh), where the norms are those of all devices"
-)
+def mixes_examples(program: Any) -> bool:
+    """Returns `True` if a non-finite example may affect the gradients of other examples.
+
+    Since `0 * nan` is NaN, a product with zeros of another example may be NaN.
+    """
+    return any(
+        eqn.primitive.name in _MIXING or any(map(mixes_examples, _inner_programs(eqn)))
+        for eqn in program.eqns
+    )
+
+
+def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
+    """Checks that random bits of an example do not depend on the key of another example.
+
+    Args:
+      program: The program of one example.
+      depends: The inputs that depend on the example.
+
+    Returns:
+      The outputs that depend on the example.
+    """
+    dependent = {v for v, flag in zip(program.invars, depends, strict=True) if flag}
+
+    def read_flags(atoms: Sequence[Any]) -> list[bool]:
+        # A literal has a value, and cannot be hashed.
+        return [not hasattr(atom, "val") and atom in dependent for atom in atoms]
+
+    for eqn in program.eqns:
+        flags = read_flags(eqn.invars)
+        if not any(flags):
+            continue
+        name, key_dtype = eqn.primitive.name, str(eqn.invars[0].aval.dtype)
+        if flags[0] and (name == "rng_bit_generator" or name in _RBG.get(key_dtype, ())):
+            kinds = {"key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+            kind = kinds.get(key_dtype, "lax.rng_bit_generator")
+            raise ValueError(
+                "keys of examples must be of a type for which vmap uses all keys, such as "
+                f"'threefry2x32', got {kind!r}. JAX generates its bits for all examples from the "
+                "first key, so they all change if the first example is removed; use "
+                "jax.random.key(seed, impl='threefry2x32')"
+            )
+        outputs = [True] * len(eqn.outvars)
+        for inner in _inner_programs(eqn):
+            outputs = _check_inner_random_bits(eqn, inner, flags)
+        dependent.update(v for v, flag in zip(eqn.outvars, outputs, strict=True) if flag)
+    return read_flags(program.outvars)
+
+
+def _check_inner_random_bits(eqn: Any, inner: Any, flags: list[bool]) -> list[bool]:
+    """Checks a program inside an equation, whose inputs have these flags."""
+    all_outputs = [True] * len(eqn.outvars)
+    if eqn.primitive.name == "scan":
+        first = eqn.params["num_consts"]
+        end = first + eqn.params["num_carry"]
+        # The flags of the carry are propagated until they do not change.
+        while True:
+            outputs = _check_random_bits(inner, flags)
+            carry = [a or b for a, b in zip(flags[first:end], outputs, strict=False)]
+            if carry == flags[first:end]:
+                return outputs
+            flags = [*flags[:first], *carry, *flags[end:]]
+    if len(inner.invars) == len(flags):
+        outputs = _check_random_bits(inner, flags)
+        return outputs if len(outputs) == len(all_outputs) else all_outputs
+    if len(inner.invars) + 1 == len(flags) and eqn.primitive.name == "cond":
+        # The first operand of a `cond` is the index of the branch.
+        _check_random_bits(inner, flags[1:])
+    else:
+        _check_random_bits(inner, [True] * len(inner.invars))
+    return all_outputs
+
+
+def _inner_programs(eqn: Any) -> Iterator[Any]:
+    """Yields the programs inside an equation, such as the body of a loop, without constants."""
+    values = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
+    yield from (getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns"))
 
 
 class RunningSums(NamedTuple):
-    """The fields of `ClippedSums` that are added up over microbatches: all but `norms`."""
+    """The fields of `ClippedSums` that are summed over microbatches: all except `norms`."""
 
     leaves: list[Array]
     num_clipped: NormTree
@@ -148,30 +231,25 @@ class RunningSums(NamedTuple):
     num_dropped: Array
 
     @classmethod
-    def start(cls, sums: ClippedSums) -> "RunningSums":
-        """The sums of one microbatch."""
-        return cls(sums.leaves, sums.num_clipped, sums.num_unclipped, sums.num_dropped)
-
-    @classmethod
     def empty(cls) -> "RunningSums":
-        """The sums of a batch for which only the norms are wanted."""
+        """Returns sums for a batch of which only the norms are used."""
         zero = jnp.zeros((), jnp.int32)
         return cls([], zero, zero, zero)
 
     @classmethod
     def zeros(cls, params: FlatTree, grouping: Grouping) -> "RunningSums":
-        """Zeros; on an explicit mesh the leaves are split as the parameters are."""
+        """Returns zeros, with leaves that are sharded like the parameters."""
         measured = [jnp.asarray(x) for x in params.inexact_leaves()]
         leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
         zero = jnp.zeros((), jnp.int32)
-        counts = [jnp.zeros(group.shape, jnp.int32) for group in grouping.groups]
-        # Without groups, the norms in their layout are an empty vector of floats.
+        counts = [jnp.zeros(group.shape, jnp.int32) for group in grouping.groups]  # i32[*group]
+        # Without groups, the norms are an empty vector of floats.
         counts = jax.tree.map(lambda x: x.astype(jnp.int32), arrange_by_layout(counts, grouping))
         return cls(leaves, counts, zero, zero)
 
 
 Step = Callable[..., tuple[ClippedSums, Array, PyTree]]
-"""From a microbatch to its sums, its losses and its auxiliary outputs."""
+"""A function from a microbatch to its sums, losses and aux."""
 
 
 def scan_microbatches(
@@ -181,79 +259,89 @@ def scan_microbatches(
     size: int | None,
     zeros: RunningSums,
 ) -> tuple[ClippedSums, Array, PyTree]:
-    """The sums over a batch `[examples, ...]`, and losses and aux in its order, by `step`.
+    """Sums a batch `[examples, ...]`, and returns losses and aux in the order of the batch.
 
-    A microbatch has `size` examples, all if that is None; `zeros` are the sums before the first.
+    Args:
+      step: The function of a microbatch.
+      batch: The batch.
+      examples: The number of examples.
+      size: The number of examples in a microbatch. If None, all examples.
+      zeros: The initial sums.
     """
     size = min(size or examples, examples)
     if size == examples:
         return step(batch)
     count, rest = divmod(examples, size)
-    cut = MicrobatchSplit.split(batch, size, count)
+    split = MicrobatchSplit.split(batch, size, count)
 
     def body(running: RunningSums, i: Array) -> tuple[RunningSums, PyTree]:
-        sums, *each = step(cut.microbatch(i))
-        return jax.tree.map(jnp.add, running, RunningSums.start(sums)), (sums.norms, *each)
+        sums, losses, aux = step(split.microbatch(i))
+        running = jax.tree.map(jnp.add, running, RunningSums(*sums[:-1]))
+        return running, (sums.norms, losses, aux)  # [size, ...]
 
     running, stacked = lax.scan(body, zeros, jnp.arange(count))
-    in_order = jax.tree.map(restore_batch_order, stacked)
+    # [count, size, ...] -> [count * size, ...]
+    ordered = jax.tree.map(restore_batch_order, stacked)
     if rest:
-        last = jax.tree.map(lambda x: remainder(jnp.asarray(x), rest), batch)
-        sums, *each = step(last)
-        running = jax.tree.map(jnp.add, running, RunningSums.start(sums))
-        in_order = jax.tree.map(concatenate_examples, in_order, (sums.norms, *each))
-    norms, losses, aux = in_order
+        last = jax.tree.map(lambda x: remainder(jnp.asarray(x), rest), batch)  # [rest, ...]
+        sums, losses, aux = step(last)
+        running = jax.tree.map(jnp.add, running, RunningSums(*sums[:-1]))
+        # [count * size, ...], [rest, ...] -> [examples, ...]
+        ordered = jax.tree.map(concatenate_examples, ordered, (sums.norms, losses, aux))
+    norms, losses, aux = ordered
     return ClippedSums(norms=norms, **running._asdict()), losses, aux
 
 
-def with_retry(step: Step, zeros: RunningSums) -> Step:
-    """`step`, which takes the examples one at a time if one is not finite, and if that helps.
+def retry_separately(step: Step, zeros: RunningSums) -> Step:
+    """Wraps a step to process the examples separately if this makes more examples finite.
 
-    XLA (JAX 0.10.2) multiplies numbers of different examples by zeros in some convolutions, so that
-    one example that is not finite would drop all. If it drops none but itself, the first results
-    stay, bit for bit: the others must not be rounded differently because of it.
+    In some convolutions, XLA multiplies elements of an example by zeros of other examples (as of
+    JAX 0.10.2), so a non-finite example could drop all examples. If only the non-finite examples
+    are dropped, the first results are used unchanged, because separate examples may be rounded
+    differently.
     """
 
     def run(batch: tuple[PyTree, Array]) -> tuple[ClippedSums, Array, PyTree]:
-        examples, first = batch[1].size, step(batch)
+        examples, together = batch[1].size, step(batch)
         if static_size_or_none(examples) in (0, 1):
-            return first
-        are_finite = _are_finite(lax.stop_gradient(first[0].norms), examples)
+            return together
+        are_finite = _are_finite(lax.stop_gradient(together[0].norms), examples)  # bool[examples]
 
-        def one_at_a_time() -> tuple[ClippedSums, Array, PyTree]:
-            alone = scan_microbatches(step, batch, examples, 1, zeros)
-            alone = meshes.retyped_like(first, alone)
-            helps = jnp.any(_are_finite(alone[0].norms, examples) & ~are_finite)
-            chosen = jax.tree.map(lambda x, y: jnp.where(helps, x, y), alone, first)
-            return meshes.pvary_like(batch, chosen)
+        def run_separately() -> tuple[ClippedSums, Array, PyTree]:
+            separate = scan_microbatches(step, batch, examples, 1, zeros)
+            separate = meshes.retyped_like(together, separate)
+            helps = jnp.any(_are_finite(separate[0].norms, examples) & ~are_finite)  # bool[]
+            selected = jax.tree.map(lambda x, y: jnp.where(helps, x, y), separate, together)
+            return meshes.pvary_like(batch, selected)
 
         return lax.cond(
-            _of_any(~jnp.all(are_finite)),
-            one_at_a_time,
-            lambda: meshes.pvary_like(batch, first),
+            _any_batched(~jnp.all(are_finite)),
+            run_separately,
+            lambda: meshes.pvary_like(batch, together),
         )
 
     return run
 
 
 def _are_finite(norms: NormTree, examples: int) -> Array:
-    """For each example, whether all its norms are finite; those of padding are 0."""
+    """Returns `True` for examples with finite norms, bool `[examples]`."""
     flags = jnp.ones(examples, bool)
     for norm in jax.tree.leaves(norms):
+        # [examples, *group] -> [examples]
         flags &= jnp.all(jnp.isfinite(norm), tuple(range(1, norm.ndim)))
     return flags
 
 
 @jax.custom_batching.custom_vmap
-def _of_any(flag: Array) -> Array:
-    """The flag; under `vmap`, whether it is set anywhere.
+def _any_batched(flag: Array) -> Array:
+    """Returns the flag, or under `vmap`, `True` if any flag is set.
 
-    With a flag for each element of a `vmap`, `lax.cond` would always run both branches.
+    With a batched flag, `lax.cond` would always run both branches.
     """
     return flag
 
 
-@_of_any.def_vmap
+@_any_batched.def_vmap
 def _(size: int, is_batched: list[bool], flag: Array) -> tuple[Array, bool]:
     del size, is_batched
-    return _of_any(jnp.any(flag, 0)), False
+    return _any_batched(jnp.any(flag, 0)), False  # bool[size] -> bool[]

@@ -1,37 +1,38 @@
-"""Computes the norm of each example's gradient, and explains how."""
+"""Computes the norms of per-example gradients, and describes the method."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
+import numpy as np
 from jax import Array
 
 import optaxclip._backend.meshes as meshes
 import optaxclip.scopes as scopes
 from optaxclip._base.types import PyTree
-from optaxclip._base.validation import check_bool, check_int, validate_call
+from optaxclip._base.validation import check_bool, check_choice, check_int, validate_call
 from optaxclip._loss_arguments import LossArguments, check_argnums
 from optaxclip.per_example._batched_clip import ClippedSums
 from optaxclip.per_example._clip_sum import ExampleClip, padding_flags
-from optaxclip.per_example._clipped_grad import Method, check_method
+from optaxclip.per_example._clipped_grad import Method
 from optaxclip.per_example._example_loss import (
     ExampleLoss,
     RunningSums,
+    mixes_examples,
+    retry_separately,
     scan_microbatches,
-    with_retry,
 )
-from optaxclip.per_example._programs import mixes_examples
-from optaxclip.per_example.ghost.clip import check_scope, compute_norms, format_plan
+from optaxclip.per_example.ghost.clip import check_scope, compute_norms
 from optaxclip.per_example.ghost.plan import GhostNormPlan
 from optaxclip.scopes.leaves import Scope, resolve_scope
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradNorms:
-    """The function that `grad_norms` returns; its fields are the arguments."""
+    """The function returned by `grad_norms`, with checked arguments as fields."""
 
     loss_fn: Callable[..., Any]
     argnums: int | tuple[int, ...]
@@ -43,10 +44,10 @@ class GradNorms:
     specs: PyTree = None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        """The norms, the losses, and with `has_aux` the auxiliary outputs."""
+        """Returns the norms and losses, and aux if `has_aux` is True."""
         roles = LossArguments.split(args, self.argnums, self.batch_argnums)
         loss = ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
-        batch = (roles.batch, padding_flags(None, loss.examples))
+        batch = (roles.batch, padding_flags(None, loss.examples))  # [examples, ...]
         measured = loss.local_params(batch, self.specs)
         program, output = loss.program(measured)
         grouping, size = self.scope(loss.params), self.microbatch_size
@@ -57,17 +58,15 @@ class GradNorms:
             step = functools.partial(compute_norms, plan, loss, measured, grouping)
         else:
             step = functools.partial(_microbatch_norms, loss, measured, self.scope)
-        nothing = meshes.pvary_like(batch, RunningSums.empty())
+        zeros = meshes.pvary_like(batch, RunningSums.empty())
         if mixes_examples(program.jaxpr):
-            step = with_retry(step, nothing)
-        sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, nothing)
+            step = retry_separately(step, zeros)
+        sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, zeros)
         return (sums.norms, losses, aux) if self.has_aux else (sums.norms, losses)
 
 
 @validate_call(
-    replacements={
-        "num_microbatches": "microbatch_size=, how many examples are differentiated at once"
-    }
+    replacements={"num_microbatches": "microbatch_size=, the number of examples in a microbatch"}
 )
 def grad_norms(
     loss_fn: Callable[..., Any],
@@ -80,62 +79,66 @@ def grad_norms(
     method: Method = "ghost",
     specs: PyTree = None,
 ) -> GradNorms:
-    """Makes a function that returns the norm of each example's gradient: which example is it?
+    """Returns a function that computes the norms and losses of all examples.
 
-    The method "ghost" computes no gradient of an example. It runs the program of the loss forward
-    and backward once, as for the gradient of the batch. Where a parameter meets data, as in
-    `x @ w`, it keeps the inputs `x` and the cotangents of the outputs, which give the norm. It does
-    so for matrix products, convolutions and rows of tables, even inside of `scan`, `jit` and
-    `jax.checkpoint`. Parameters that meet anything else, such as biases and gains, are
-    differentiated for each example. That is right for every operation, but takes memory if they are
-    large; `explain` says which parameters these are.
+    You can use it to find examples with large gradients or wrong labels, and to choose a threshold
+    for `clipped_grad`.
 
-    The norms are never below those of the exact products of the inputs and cotangents that
-    backpropagation computes, because they include bounds on all rounding, which hold for any order
-    of summation. (`jax.grad` rounds these products to the dtype of the layer: if float32 parameters
-    are cast to bfloat16 inside of the loss, its gradient's norm may be 3e-4 larger. What
-    `clipped_grad` adds up has the norms that are shown here.) These bounds make the norms larger:
-    by about 1e-6 if each parameter is used at only one position, as in a perceptron on vectors;
-    with many positions (tokens or pixels), by 1e-4 (16 of them) to 4e-3 (4096), and by at most 1 %
-    if positions do not cancel.
+    The method "ghost" never computes the gradients of the examples. It uses one forward and one
+    backward pass, as for the gradient of the batch. If data and a parameter are multiplied, as in
+    `x @ w`, it keeps the inputs `x` and the cotangents of the outputs, which determine the norm. It
+    supports matrix products, convolutions and embedding tables, including those inside `scan`,
+    `jit` and `jax.checkpoint`. Parameters with other uses, such as biases and gains, are
+    differentiated for all examples. This is correct for all operations, but requires memory if
+    these parameters are large. `explain` lists these parameters.
 
-    By default GPUs and TPUs round the factors of products (to TF32 or bfloat16). All products for
-    norms and sums ask for the highest precision, unless their factors are in bfloat16, whose
-    products are exact in float32. The products of the loss itself have the precision that it asks
-    for, so the norms are those of the gradients that the loss gives.
+    The norms are upper bounds on the norms of the exact products of the inputs and cotangents of
+    backpropagation, because they include bounds on all rounding errors for any order of summation.
+    Note that `jax.grad` rounds these products to the dtype of the layer. If float32 parameters are
+    cast to bfloat16 in the loss, the norm of its gradient may be larger by 3e-4. The gradients that
+    `clipped_grad` sums have the norms that are returned here. The bounds increase the norms by
+    about 1e-6 if parameters are used at only one position, as in a perceptron on vectors. With many
+    positions (tokens or pixels), they increase the norms by 1e-4 (16 positions) to 4e-3 (4096
+    positions), and by at most 1% if the positions do not cancel.
+
+    By default, GPUs and TPUs round the factors of products (to TF32 or bfloat16). All products for
+    norms and sums use the highest precision, unless their factors are in bfloat16, because their
+    products are exact in float32. The products of the loss use the precision that the loss
+    specifies. Therefore, the norms are those of the actual gradients of the loss.
 
     Sources: Goodfellow, 2015, arXiv 1510.01799; Li, Tramèr, Liang and Hashimoto, 2021, arXiv
     2110.05679 ("ghost clipping"); Bu, Wang, Zha and Karypis, 2022, arXiv 2210.00038.
 
     Args:
-      loss_fn: the loss of one example, a scalar: `loss_fn(params, *example)`.
-      argnums: which arguments to differentiate, as in `jax.grad`.
-      batch_argnums: which arguments, pytrees of arrays or of keys, have a leading axis of examples;
-        if None, all that are not in `argnums`.
-      has_aux: whether `loss_fn` returns `(loss, aux)`.
-      microbatch_size: how many examples to differentiate at once; if None, all of them. With
-        "ghost", None means fewer if what is kept for norms alone would exceed both 256 MiB and
-        twice the memory of the parameters: then as many examples as fit into the larger of these.
-      scope: which entries of an example share one norm; all of them if None. With "ghost", a group
-        has to consist of whole leaves.
-      method: "ghost"; or "vmap", which computes the gradient of each example.
-      specs: as in `clipped_grad`.
+      loss_fn: The scalar loss of one example, `loss_fn(params, *example)`.
+      argnums: The positions of the arguments to differentiate, as in `jax.grad`.
+      batch_argnums: The positions of the arguments with a leading example axis, which can be
+        pytrees of arrays or keys. Defaults to all arguments that are not in `argnums`.
+      has_aux: If True, `loss_fn` returns `(loss, aux)`.
+      microbatch_size: The number of examples in a microbatch. Defaults to all examples. With
+        "ghost", the default is smaller if the memory for norms alone would exceed both 256 MiB and
+        twice the memory of the parameters. Then as many examples are used as fit into the larger of
+        these.
+      scope: The scope that defines the elements of an example that share a norm. Defaults to all
+        elements. With "ghost", groups must consist of whole leaves.
+      method: "ghost" (the default), or "vmap", which computes the gradients of the examples.
+      specs: The specs of the parameters, as in `clipped_grad`.
 
     Returns:
       A function `(*args, **keywords) -> (norms, losses)`, or `(norms, losses, aux)`, of the
-      arguments of `loss_fn`; those in `batch_argnums` have a leading axis of examples. Norms are
-      float32 or wider, `[examples]`, or for a scope of several groups `[examples, groups]`, in the
-      order of the groups' names; for the scopes `axes` and `unit`, a dict of arrays. Norms are NaN
-      or infinite for examples whose gradients are not finite. With microbatches, call the function
-      inside of `jax.jit`.
+      arguments of `loss_fn`. The arguments in `batch_argnums` must have a leading example axis. The
+      norms are float32 or wider, `[examples]`, or `[examples, groups]` for a scope with several
+      groups, in the order of their names. For the scopes `axes` and `unit`, they are a dict of
+      arrays. The norms of examples with non-finite gradients are NaN or infinite. If you use
+      microbatches, call the function inside `jax.jit`.
 
     Raises:
-      ValueError: for a microbatch size below 1 or an unknown method; when called, for arguments
-        that do not share an axis of examples, positions that do not exist or come twice, a loss
-        that is not a scalar, and with "ghost" for a scope with several norms for one leaf; inside
-        `shard_map` and `pmap` as `clipped_grad`.
-      TypeError: for a scope that is not a scope, and positions or sizes that are not ints; when
-        called, for a model of Flax NNX or Equinox that holds more than its parameters
+      ValueError: If the microbatch size is less than 1, or if the method is unknown. The function
+        raises it if the arguments do not share an example axis, if positions do not exist or are
+        repeated, if the loss is not a scalar, or if the scope has several norms per leaf with
+        "ghost". Inside `shard_map` and `pmap`, it raises the same errors as `clipped_grad`.
+      TypeError: If the scope is not a scope, or if positions or sizes are not ints. The function
+        raises it for a model of Flax NNX or Equinox that contains more than parameters
         (`docs/recipes/modules.md`).
 
     Example:
@@ -153,18 +156,19 @@ def grad_norms(
         microbatch_size = check_int(microbatch_size, 1, "microbatch_size")
     positions = check_argnums(argnums, batch_argnums)
     scope = scopes.tree() if scope is None else resolve_scope(scope)
-    method = check_method(method)
+    method = check_choice(method, get_args(Method), "method")
     return GradNorms(loss_fn, *positions, has_aux, microbatch_size, scope, method, specs)
 
 
 def _microbatch_norms(
     loss: ExampleLoss, measured: list[Any], scope: Scope, batch: tuple[Any, Array]
 ) -> tuple[ClippedSums, Array, PyTree]:
-    """The norms of a microbatch, from the gradients of its examples."""
-    examples, is_padding = batch
-    value, leaves = jax.vmap(loss.value_and_grad, in_axes=(None, 0))(measured, examples)
-    no_threshold = ExampleClip.create(math.inf, scope, "clip", "uniform")
-    sums = no_threshold.sums(leaves, loss.params, is_padding)
+    """Computes the norms, the losses and aux of a microbatch from its gradients."""
+    examples, is_padding = batch  # [size, ...], bool[size]
+    grad_fn = jax.value_and_grad(loss, has_aux=loss.has_aux)
+    value, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
+    unbounded = ExampleClip.create(math.inf, scope, "clip", "uniform")
+    sums = unbounded.sums(leaves, loss.params, is_padding)
     return ClippedSums(*RunningSums.empty(), sums.norms), *loss.split(value)
 
 
@@ -176,26 +180,26 @@ def explain(
     has_aux: bool = False,
     **keywords: Any,
 ) -> str:
-    """Explains how the method "ghost" measures each parameter of a loss, and what it costs.
+    """Describes the computation of the norms of all parameters with the method "ghost".
 
     Args:
-      loss_fn: the loss of one example.
-      args: the loss's arguments; those in `batch_argnums` have a leading axis of examples. A
-        `jax.ShapeDtypeStruct` can stand for an array, because nothing is computed.
-      argnums: which arguments are differentiated.
-      batch_argnums: which arguments have a leading axis of examples; if None, all that are not in
-        `argnums`.
-      has_aux: whether `loss_fn` returns `(loss, aux)`.
-      keywords: keyword arguments of `loss_fn`.
+      loss_fn: The loss of one example.
+      args: The arguments of the loss. The arguments in `batch_argnums` must have a leading example
+        axis. You can use a `jax.ShapeDtypeStruct` instead of an array, because nothing is computed.
+      argnums: The positions of the arguments to differentiate.
+      batch_argnums: The positions of the arguments with a leading example axis. Defaults to all
+        arguments that are not in `argnums`.
+      has_aux: If True, `loss_fn` returns `(loss, aux)`.
+      keywords: Keyword arguments of `loss_fn`.
 
     Returns:
-      A text with a line for each parameter: its shape; how its norms are found, and if its
-      gradients are computed, why; the number of positions at which an example uses it; and the
-      bytes that an example takes for its norm, beside those for backpropagation.
+      A table with a row per parameter. Its columns are the shape, the method for the norms (with a
+      reason if gradients are computed), the number of positions at which an example uses the
+      parameter, and the memory that an example requires in addition to backpropagation.
 
     Raises:
-      ValueError: as `grad_norms`.
-      TypeError: as `grad_norms`.
+      ValueError: As in `grad_norms`.
+      TypeError: As in `grad_norms`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -213,4 +217,46 @@ def explain(
     loss = ExampleLoss.create(loss_fn, has_aux, roles, keywords)
     measured = loss.params.inexact_leaves()
     plan = GhostNormPlan.create(*loss.program(measured), len(measured))
-    return format_plan(plan, loss.params.names())
+    return _format_plan(plan, loss.params.names())
+
+
+_DESCRIPTIONS = {
+    "vectors": "norms of its inputs and of their cotangents",
+    "gram": "Gram matrices of its inputs and of their cotangents",
+    "direct": "gradients of examples, which cost less than Gram matrices",
+    "chunks": "gradients of examples, a few at a time",
+    "rows": "rows of cotangents, added up where they are of one row",
+    "tied": "Gram matrices, and rows of cotangents",
+}
+
+
+def _format_plan(plan: GhostNormPlan, names: list[str]) -> str:
+    """Returns a table with one row per term of a parameter."""
+    table = [["parameter", "shape", "norms from", "positions", "memory"]]
+    itemsize = np.dtype(np.float32).itemsize
+    for i, (name, aval) in enumerate(zip(names, plan.types, strict=True)):
+        start = [name, str(aval.shape)]
+        if i in plan.materialized:
+            reason = f"gradients of examples, as it {plan.materialized[i]}"
+            table.append([*start, reason, "-", _format_bytes(aval.size * aval.dtype.itemsize)])
+        elif not plan.parts[i]:
+            table.append([*start, "is not used: norm 0", "-", "0 B"])
+        for term in plan.parts[i]:
+            memory = _format_bytes(term.bytes_of(False, itemsize))
+            positions = str(term.sizes.positions)
+            table.append([*start, _DESCRIPTIONS[term.method], positions, memory])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    # Text is aligned to the left, and the numbers in the last two columns to the right.
+    align = [str.ljust] * 3 + [str.rjust] * 2
+    return "\n".join(
+        "  ".join(fn(cell, n) for fn, cell, n in zip(align, row, widths, strict=True))
+        for row in table
+    )
+
+
+def _format_bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"

@@ -1,4 +1,4 @@
-"""Gaussian noise on a sum of clipped examples, and the noisy mean."""
+"""Adds Gaussian noise to sums of clipped examples."""
 
 import zlib
 from typing import Any
@@ -27,46 +27,49 @@ def noisy_mean(
     *,
     relation: Any = "add_or_remove_one",
 ) -> PyTree:
-    """The private gradient: the sum of clipped examples, plus noise, divided by the batch size.
+    """Computes the private gradient: the sum of clipped examples plus noise, over the batch size.
 
-    The noise is Gaussian. Its standard deviation, on every entry of the sum, is `noise_multiplier`
-    times the sensitivity, which is the bound in `result` (twice that bound, if neighbours differ by
-    the replacement of an example). The sum is divided by `batch_size` only afterwards: noise of
-    that size on the mean would be `batch_size` times too large, and a mean of noisy microbatches
-    would have too little noise if each of them got its share.
+    The noise is Gaussian. Its standard deviation, for all elements of the sum, is
+    `noise_multiplier` times the sensitivity. The sensitivity is the bound in `result`, or twice
+    that bound if neighboring data sets differ by a replaced example. The sum is divided by
+    `batch_size` after the noise is added. Noise of that size on the mean would be too large by a
+    factor of `batch_size`. A mean of noisy microbatches would have too little noise if the noise
+    were divided between them.
 
-    Noise is drawn and added in float32 or wider. JAX's random generators are not cryptographic.
+    The noise is drawn and added in float32 or wider. Note that the random generators of JAX are not
+    cryptographic.
 
-    Inside `shard_map` sum over the devices first, and pass the same key on all of them:
-    `noisy_mean(result._replace(grads=jax.lax.psum(result.grads, "x")), ...)`. If each device keeps
-    a part of the sum, as after `psum_scatter`, each needs a key of its own, such as
-    `jax.random.fold_in(key, jax.lax.axis_index("x"))`: with one key, all parts get the same noise.
+    Inside `shard_map`, sum over the devices first and pass the same key on all of them:
+    `noisy_mean(result._replace(grads=jax.lax.psum(result.grads, "x")), ...)`. If the devices have
+    parts of the sum, for example after `psum_scatter`, they need different keys, such as
+    `jax.random.fold_in(key, jax.lax.axis_index("x"))`. With one key, all parts would get the same
+    noise.
 
     Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133.
 
     Args:
-      result: what `clipped_grad` or `clip_sum` returned for the whole batch.
-      noise_multiplier: the ratio of the noise's standard deviation to the sensitivity. The
-        accountant needs it (see `optaxclip.per_example`). 0 gives the mean without noise, which is
+      result: The result of `clipped_grad` or `clip_sum` for the whole batch.
+      noise_multiplier: The ratio of the standard deviation of the noise to the sensitivity, which
+        the accountant requires (see `optaxclip.per_example`). Note that 0 means no noise, which is
         not private.
-      key: one key from `jax.random`, a new one at each step: if two steps have the same noise, it
-        cancels in their difference. Pass the key to a compiled function as an argument. It may be
-        None if `noise_multiplier` is the number 0.
-      batch_size: the number of examples that the sum is divided by, at least 1. Under Poisson
-        sampling pass the expected number, because the true number is not private.
-      relation: how two neighbouring data sets differ, as in the method `sensitivity` of what
-        `clipped_grad` returns.
+      key: A key from `jax.random`, which must be new in every step. If two steps have the same
+        noise, it cancels in their difference. Pass the key to compiled functions as an argument. It
+        can be None if `noise_multiplier` is the number 0.
+      batch_size: The number of examples by which the sum is divided, at least 1. With Poisson
+        sampling, use the expected number, because the true number is not private.
+      relation: The relation between neighboring data sets, as in `ClippedGrad.sensitivity`.
 
     Returns:
-      The tree of the sum, in float32 or wider. Integer and `float0` leaves, which are zeros, and
-      `None` stay as they are.
+      The tree of the sum, in float32 or wider. `None`, and integer and `float0` leaves, which are
+      zeros, are returned unchanged.
 
     Raises:
-      ValueError: for a noise multiplier that is negative, NaN or infinite, a batch size below 1, or
-        another relation; for noise without a key; for a result without a bound, or whose bound is
-        infinite; and for parts of a sum on several devices with a single key.
-      TypeError: if `result` is not a `PerExampleResult`, `noise_multiplier` or `batch_size` is not
-        a number, or `key` is not a key.
+      ValueError: If the noise multiplier is negative, NaN or infinite, if the batch size is less
+        than 1, or if the relation is unknown. With noise, also if there is no key, or if the result
+        has no bound or an infinite bound. Finally, if devices have different parts of the sum, but
+        the same key.
+      TypeError: If `result` is not a `PerExampleResult`, if `noise_multiplier` or `batch_size` is
+        not a number, or if `key` is not a key.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -81,8 +84,8 @@ def noisy_mean(
     """
     if not isinstance(result, PerExampleResult):
         raise TypeError(
-            "result must be the PerExampleResult that clipped_grad and clip_sum return, whose "
-            f"bound says how much noise there must be; got {short_repr(result)}"
+            "result must be the PerExampleResult of clipped_grad or clip_sum, which contains the "
+            f"bound for the noise, got {short_repr(result)}"
         )
     noise_multiplier = check_minimum(noise_multiplier, 0, "noise_multiplier")
     batch_size = check_minimum(batch_size, 1, "batch_size")
@@ -91,23 +94,56 @@ def noisy_mean(
     leaves = [jnp.asarray(leaf) for leaf in flat.inexact_leaves()]
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
     if not is_zero(noise_multiplier):
-        _check_bounded(noise_multiplier, "noise_multiplier")
-        bound = jnp.asarray(_check_bound(result.bound))
-        std = cast_to_float32(noise_multiplier).astype(bound.dtype) * (change * bound)
+        if result.bound is None:
+            raise ValueError(
+                "result.bound must be the threshold of the contribution of an example, which "
+                "defines the size of the noise, got None; use the result of clipped_grad or "
+                "clip_sum"
+            )
+        _check_finite(noise_multiplier, "noise_multiplier")
+        _check_finite(result.bound, "result.bound")
+        bound = jnp.asarray(result.bound)
+        std = cast_to_float32(noise_multiplier).astype(bound.dtype) * (change * bound)  # f32[]
         leaves = add_noise(leaves, flat.names(), _check_key(key, leaves), std)
     size = cast_to_float32(batch_size)
     return flat.unflatten([leaf / size.astype(leaf.dtype) for leaf in leaves])
 
 
-def add_noise(leaves: list[Array], names: list[str], key: Array, std: Array) -> list[Array]:
-    """The leaves with independent Gaussian noise on all entries, and on both parts if complex.
+def _check_finite(number: Any, argument: str) -> None:
+    if not isinstance(number, Tracer) and np.isinf(number):
+        raise ValueError(
+            f"{argument} must be finite for noise, got {number}; noise can hide an example only if "
+            "its contribution is bounded"
+        )
 
-    Noise depends on the leaves' names, so that stages of `optax.partition`, which have different
-    leaves, get different noise from equal keys.
+
+def _check_key(key: Any, leaves: list[Array]) -> Array:
+    """Checks a key, and that parts of a sum on different devices get different noise."""
+    if not is_key(key):
+        raise (ValueError if key is None else TypeError)(
+            "key must be one key from jax.random, a new one for each step (or None if "
+            f"noise_multiplier is the number 0), got {short_repr(key)}"
+        )
+    axes = meshes.tree_varying_axes(leaves) - meshes.varying_axes(key)
+    if axes:
+        raise ValueError(
+            f"key must differ between devices if the sum does, but the sum differs along "
+            f"{sorted(axes)} and key does not; use jax.lax.psum(result.grads, ...) first, or, if "
+            "the devices have parts of the sum, jax.random.fold_in(key, jax.lax.axis_index())"
+        )
+    return jnp.asarray(key)
+
+
+def add_noise(leaves: list[Array], names: list[str], key: Array, std: Array) -> list[Array]:
+    """Adds independent Gaussian noise to all elements, and to both parts of complex elements.
+
+    The noise depends on the names of the leaves. Therefore, the stages of `optax.partition`, which
+    have different leaves, get different noise for equal keys.
     """
     warn_of_shared_noise(leaves, key)
     keys = jax.random.split(key, max(len(leaves), 1))
     noisy = []
+    # Without leaves, there is still one key, because `split` requires a positive number.
     for leaf, name, leaf_key in zip(leaves, names, keys, strict=False):
         named_key = jax.random.fold_in(leaf_key, np.uint32(zlib.crc32(name.encode())))
         parts = split_complex(leaf)
@@ -120,7 +156,7 @@ def add_noise(leaves: list[Array], names: list[str], key: Array, std: Array) -> 
 
 
 def warn_of_shared_noise(leaves: list[Any], key: Any) -> None:
-    """Warns under `vmap` if arrays have its axis and the key has not: all would get one noise."""
+    """Warns if leaves are batched by `vmap` but the key is not, because they share their noise."""
     traced = [x for x in leaves if isinstance(x, Tracer)]
     if key is not None and traced:
         _with_key(traced, key)
@@ -135,58 +171,23 @@ def _with_key(leaves: list[Array], key: Array) -> list[Array]:
 @_with_key.def_vmap
 def _(size: int, is_batched: list[Any], leaves: list[Array], key: Array) -> Any:
     del key
-    flags, of_key = is_batched
-    if size > 1 and any(flags) and not of_key:
+    are_leaves_batched, is_key_batched = is_batched
+    if size > 1 and any(are_leaves_batched) and not is_key_batched:
         warn(
-            f"key is the same for all {size} elements of a vmap, so that all get the same noise, "
-            "which cancels in their differences. Pass a key for each: jax.vmap over "
-            "jax.random.split(key, number) too, and make the transformation from it"
+            f"key is the same for all {size} elements of a vmap. They get the same noise, which "
+            "cancels in their differences. Use jax.vmap over jax.random.split(key, number) too, "
+            "and create the transformation from these keys"
         )
-    return leaves, flags
+    return leaves, are_leaves_batched
 
 
 def is_zero(number: Any) -> bool:
-    """Whether a number is known to be 0."""
+    """Returns `True` if a number is known to be 0."""
     return not isinstance(number, Tracer) and float(number) == 0
 
 
 def is_key(key: Any) -> bool:
-    """Whether a value is one key from `jax.random`, of either kind."""
+    """Returns `True` for a single key from `jax.random`, typed or untyped."""
     dtype, rank = getattr(key, "dtype", None), np.ndim(key)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return (is_typed and rank == 0) or (dtype == jnp.uint32 and rank == 1)
-
-
-def _check_bound(bound: Any) -> Any:
-    if bound is None:
-        raise ValueError(
-            "result.bound must be the threshold of one example's contribution, from which the size of "
-            "the noise follows, got None: pass on what clipped_grad or clip_sum returned"
-        )
-    _check_bounded(bound, "result.bound")
-    return bound
-
-
-def _check_bounded(number: Any, argument: str) -> None:
-    if not isinstance(number, Tracer) and np.isinf(number):
-        raise ValueError(
-            f"{argument} must be finite for noise, got {number}: no noise hides an example without "
-            "a threshold"
-        )
-
-
-def _check_key(key: Any, leaves: list[Array]) -> Array:
-    """The key, checked; different parts of a sum must not get the same noise."""
-    if not is_key(key):
-        raise (ValueError if key is None else TypeError)(
-            "key must be one key from jax.random, a new one at each step (None only if "
-            f"noise_multiplier is the number 0), got {short_repr(key)}"
-        )
-    split = meshes.tree_varying_axes(leaves) - meshes.varying_axes(key)
-    if split:
-        raise ValueError(
-            f"the sum differs over the devices along {sorted(split)}, and key is the same on all "
-            "of them. jax.lax.psum(result.grads, ...) first; or, if each device keeps a part of "
-            "the sum, give each a key of its own by jax.random.fold_in(key, jax.lax.axis_index())"
-        )
-    return jnp.asarray(key)

@@ -1,4 +1,4 @@
-"""A threshold that follows a quantile of the examples' norms, with noise on the count for privacy."""
+"""Adapts a threshold to a quantile of the norms of examples, with a private count."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from optaxclip.thresholds.adaptive import cast_to_float32, check_minimum, check_
 
 
 class QuantileThreshold(NamedTuple):
-    """The rule that `quantile_threshold` returns; its fields are the arguments."""
+    """The rule of `quantile_threshold`, with the arguments as fields."""
 
     target: Any
     learning_rate: Any
@@ -25,8 +25,9 @@ class QuantileThreshold(NamedTuple):
     max_threshold: Any
 
     def init(self) -> Array:
-        """The threshold at the first step, float32[]."""
-        return jnp.clip(cast_to_float32(self.init_threshold), *self._range())
+        """Returns the threshold of the first step, float32[]."""
+        lower, upper = cast_to_float32(self.min_threshold), cast_to_float32(self.max_threshold)
+        return jnp.clip(cast_to_float32(self.init_threshold), lower, upper)
 
     def update(
         self,
@@ -37,35 +38,33 @@ class QuantileThreshold(NamedTuple):
         *,
         batch_size: ArrayLike,
     ) -> Array:
-        """The threshold after a batch.
+        """Returns the threshold after a batch.
 
         Args:
-          threshold: float32[], the threshold that the batch was clipped with.
-          num_unclipped: how many examples of the batch were at or below the threshold, from
-            `PerExampleResult`.
-          num_examples: how many examples the batch has, without padding.
-          key: a key for the noise on the count; None only if `count_noise` is the number 0.
-          batch_size: the number that the count is divided by, as in `noisy_mean`. Under Poisson
-            sampling pass the expected number, because the true number is not private.
+          threshold: float32[], the threshold with which the batch was clipped.
+          num_unclipped: The number of examples at or below the threshold, from `PerExampleResult`.
+          num_examples: The number of examples of the batch, without padding.
+          key: A key for the noise on the count. It can be None if `count_noise` is the number 0.
+          batch_size: The number by which the count is divided, as in `noisy_mean`. With Poisson
+            sampling, use the expected number, because the true number is not private.
 
         Raises:
-          ValueError: if there is no key for the noise.
+          ValueError: If there is no key for the noise.
         """
-        # Not the count itself, which one more example changes by 1.
+        # Another example changes this difference by 1/2, but would change the count by 1.
         count = cast_to_float32(num_unclipped) - cast_to_float32(num_examples) / 2
         if key is not None:
-            count = count + cast_to_float32(self.count_noise) * jax.random.normal(
-                key, (), jnp.float32
-            )
+            noise = jax.random.normal(key, (), jnp.float32)  # f32[]
+            count = count + cast_to_float32(self.count_noise) * noise
         elif isinstance(self.count_noise, Tracer) or self.count_noise != 0:
-            raise ValueError(f"key must be given for a count_noise of {self.count_noise!r}")
-        share = jnp.clip(count / jnp.maximum(cast_to_float32(batch_size), 1) + 0.5, 0, 1)
-        step = -cast_to_float32(self.learning_rate) * (share - cast_to_float32(self.target))
+            raise ValueError(
+                f"key must be given for a count_noise of {self.count_noise!r}, got None"
+            )
+        fraction = jnp.clip(count / jnp.maximum(cast_to_float32(batch_size), 1) + 0.5, 0, 1)
+        step = -cast_to_float32(self.learning_rate) * (fraction - cast_to_float32(self.target))
         moved = scale_by_exp(threshold, step) if self.geometric else threshold + step
-        return jnp.clip(moved, *self._range())
-
-    def _range(self) -> tuple[Array, Array]:
-        return cast_to_float32(self.min_threshold), cast_to_float32(self.max_threshold)
+        lower, upper = cast_to_float32(self.min_threshold), cast_to_float32(self.max_threshold)
+        return jnp.clip(moved, lower, upper)
 
 
 @validate_call()
@@ -79,37 +78,39 @@ def quantile_threshold(
     min_threshold: ArrayLike = 0.0,
     max_threshold: ArrayLike = float("inf"),
 ) -> QuantileThreshold:
-    """A threshold that moves until the wanted share of examples is at or below it.
+    """Adapts the threshold until the target fraction of examples is at or below it.
+
+    After every batch, the threshold is multiplied by `exp(-learning_rate * (fraction - target))`.
+    To compute `fraction`, examples at or below the threshold add `+1/2` to a count, all other
+    examples add `-1/2`, and padding adds nothing. The count changes by at most 1/2 if an example is
+    added or removed, and by at most 1 if an example is replaced. Noise is added to the count, which
+    is then divided by the batch size. `fraction` is this quotient plus 1/2, clipped to `[0, 1]`.
+    Note that the count also uses privacy budget, so the noise on the sum of the gradients must be
+    larger. `adjust_noise_multiplier` computes this noise, and `per_example_clip_and_aggregate` adds
+    it.
 
     Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, Differentially private learning with
-    adaptive clipping, arXiv 1905.03871. After each batch the threshold is multiplied by
-    `exp(-learning_rate * (share - target))`. In the count for the `share`, an example at or below
-    the threshold adds `+1/2`, and any other example `-1/2`; padding adds nothing. So the count changes
-    by at most 1/2 if a batch has one example more or less, and by at most 1 if an example is
-    replaced. Noise is added to the count, which is then divided by the batch size; `share` is the
-    quotient plus 1/2, clipped to `[0, 1]`. The count costs privacy too, so the noise on the sum of
-    gradients must be larger: `adjust_noise_multiplier` computes how large, and
-    `per_example_clip_and_aggregate` adds it.
+    adaptive clipping, arXiv 1905.03871.
 
     Args:
-      target: the wanted share, from 0 to 1.
-      learning_rate: how fast the threshold moves.
-      init_threshold: the threshold at the first step.
-      count_noise: the standard deviation of the noise on the count; the paper takes a twentieth of
-        the examples in a batch.
-      geometric: whether each batch multiplies the threshold by that factor; if False, it adds the
-        factor's exponent to the threshold.
-      min_threshold: the smallest threshold. With `geometric`, an `init_threshold` of 0 stays 0, and any other
-        threshold stays above 0 and finite, within the normal numbers of float32.
-      max_threshold: the largest threshold.
+      target: The target fraction, from 0 to 1.
+      learning_rate: The step size of the threshold.
+      init_threshold: The threshold of the first step.
+      count_noise: The standard deviation of the noise on the count. The paper uses a twentieth of
+        the number of examples in a batch.
+      geometric: If True (the default), the threshold is multiplied by the factor above. If False,
+        the exponent of the factor is added to the threshold.
+      min_threshold: The minimum threshold. With `geometric`, an `init_threshold` of 0 stays 0.
+        Other thresholds stay positive and finite, within the normal numbers of float32.
+      max_threshold: The maximum threshold.
 
     Returns:
       A rule with `init() -> threshold` and
       `update(threshold, num_unclipped, num_examples, key, batch_size=...) -> threshold`.
 
     Raises:
-      ValueError: if an option is out of its range.
-      TypeError: if `geometric` is neither True nor False, or another option is not a number.
+      ValueError: If an option is out of its range.
+      TypeError: If `geometric` is not a bool, or if another option is not a number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -135,24 +136,26 @@ def quantile_threshold(
 
 
 def adjust_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike) -> Array:
-    """The noise multiplier of the sum, if a noisy count of examples is released too.
+    """Returns the noise multiplier of the sum if a noisy count of examples is also released.
 
-    It is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. To release the sum with it, and
-    the count with `count_noise`, is as private as to release the sum alone with `noise_multiplier`.
-    The factor is 2 because one more example changes the count of `quantile_threshold` by at most 1/2,
-    where it changes the sum by one threshold. To replace an example changes both twice as much.
+    The multiplier is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum
+    with it, and the count with `count_noise`, is as private as releasing only the sum with
+    `noise_multiplier`. The factor is 2 because an added example changes the count of
+    `quantile_threshold` by at most 1/2, but changes the sum by one threshold. A replaced example
+    doubles both changes.
 
     Source: Andrew et al., 2019, arXiv 1905.03871, theorem 1.
 
     Args:
-      noise_multiplier: the multiplier that is passed to the accountant.
-      count_noise: the standard deviation of the noise on the count.
+      noise_multiplier: The multiplier that is passed to the accountant.
+      count_noise: The standard deviation of the noise on the count.
 
     Returns:
-      float32[]; infinite if a traced `noise_multiplier` is not below `2 * count_noise`.
+      The multiplier, float32[]. It is infinite if a traced `noise_multiplier` is not below
+      `2 * count_noise`.
 
     Raises:
-      ValueError: if `noise_multiplier` is not below `2 * count_noise`, unless it is 0.
+      ValueError: If `noise_multiplier` is not below `2 * count_noise`, unless it is 0.
 
     Example:
       >>> from optaxclip import per_example
@@ -165,8 +168,10 @@ def adjust_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike)
     is_possible = (sum_noise == 0) | (sum_noise < doubled)
     if not isinstance(is_possible, Tracer) and not is_possible:
         raise ValueError(
-            f"noise_multiplier must be below 2 * count_noise, because otherwise the count alone "
-            f"costs too much privacy; got {noise_multiplier!r} with count_noise={count_noise!r}"
+            f"noise_multiplier must be below 2 * count_noise, got {noise_multiplier!r} with "
+            f"count_noise={count_noise!r}; increase count_noise, because the count alone would "
+            "exceed the privacy budget"
         )
+    # The smallest denominator avoids NaN from 0 / 0 if there is no noise on the count.
     ratio = jnp.where(is_possible & (sum_noise > 0), sum_noise / jnp.maximum(doubled, 1e-37), 0)
     return jnp.where(is_possible, sum_noise / jnp.sqrt(1 - jnp.square(ratio)), jnp.inf)

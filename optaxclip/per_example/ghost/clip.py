@@ -1,16 +1,23 @@
-"""Says how the norms of each parameter are found."""
+"""Upper bounds on the norms of the examples of a batch, and the clipped sums.
 
-from collections.abc import Callable
+`compute_clipped_sums` and `compute_norms` are the steps of `clipped_grad` and `grad_norms`. Both
+use `Norms`, which combines the estimates of all parameters.
+"""
+
+import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec
 
 import optaxclip._backend.meshes as meshes
+import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
+import optaxclip.per_example.ghost.sites as sites
 from optaxclip._backend.global_view import global_view
+from optaxclip._base.numerics import reciprocal_pow2
 from optaxclip._base.trees import FlatTree, Grouping
 from optaxclip._base.types import PyTree
 from optaxclip._engine.measure import ScaledNorms
@@ -19,70 +26,28 @@ from optaxclip.per_example._batched_clip import (
     ClippedSums,
     arrange_example_norms,
     compute_example_multipliers,
-    out_specs,
+    compute_weighted_sums,
     sum_dtype,
+    sums_specs,
 )
 from optaxclip.per_example._example_loss import ExampleLoss, RunningSums
-from optaxclip.per_example.ghost.norms import NormTerm
-from optaxclip.per_example.ghost.plan import GhostNormPlan, Norms, differentiate
+from optaxclip.per_example.ghost.norms import Estimate, bound_norms
+from optaxclip.per_example.ghost.plan import GhostNormPlan, add_direct_gradients, differentiate
 from optaxclip.per_example.ghost.sites import BackpropResult
+from optaxclip.per_example.ghost.sums import compute_weighted_sum
 from optaxclip.responses import Response
 
-_WAYS = {
-    "vectors": "norms of its inputs and of their cotangents",
-    "gram": "Gram matrices of its inputs and of their cotangents",
-    "direct": "gradients of examples, which cost less than Gram matrices",
-    "chunks": "gradients of examples, a few at a time",
-    "rows": "rows of cotangents, added up where they are of one row",
-    "tied": "Gram matrices, and rows of cotangents",
-}
-
-
-def format_plan(plan: GhostNormPlan, names: list[str]) -> str:
-    """A table with a line for each parameter."""
-    lines = [["parameter", "shape", "norms from", "positions", "memory"]]
-    for i, (name, aval) in enumerate(zip(names, plan.types, strict=True)):
-        start = [name, str(aval.shape)]
-        size = aval.size * aval.dtype.itemsize
-        if i in plan.materialized:
-            why = f"gradients of examples, as it {plan.materialized[i]}"
-            lines.append([*start, why, "-", _format_bytes(size)])
-        elif not plan.parts[i]:
-            lines.append([*start, "is not used: norm 0", "-", "0 B"])
-        lines += [[*start, *_format_term(part)] for part in plan.parts[i]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(_row(line, widths) for line in lines)
-
-
-def _format_term(part: NormTerm) -> list[str]:
-    itemsize = np.dtype(np.float32).itemsize
-    return [
-        _WAYS[part.way],
-        str(part.sizes.positions),
-        _format_bytes(part.bytes_of(False, itemsize)),
-    ]
-
-
-def _row(line: list[str], widths: list[int]) -> str:
-    cells = [text.ljust(width) for text, width in zip(line[:3], widths[:3], strict=True)]
-    return "  ".join([*cells, *(x.rjust(n) for x, n in zip(line[3:], widths[3:], strict=True))])
-
-
-def _format_bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} GiB"
+Key = tuple[int, int]
+"""The position of a parameter, and of one of its terms."""
 
 
 def check_scope(grouping: Grouping, one: FlatTree) -> None:
-    """Refuses groups that are parts of a leaf."""
+    """Checks that groups consist of whole leaves."""
     for name, leaf, axes in zip(one.names(), one.inexact_leaves(), grouping.axes, strict=True):
         if len(axes) < len(jnp.shape(leaf)):
             raise ValueError(
-                f'method="ghost" has one norm for each leaf, and the scope has several for {name}: '
-                'take scopes.tree(), scopes.leaf() or scopes.group(...), or method="vmap"'
+                'scope must have one norm per leaf with method="ghost", got several norms for '
+                f'{name}; use scopes.tree(), scopes.leaf() or scopes.group(...), or method="vmap"'
             )
 
 
@@ -95,51 +60,29 @@ def compute_clipped_sums(
     response: Response,
     batch: tuple[Any, Array],
 ) -> tuple[ClippedSums, Array, PyTree]:
-    """The clipped sum of a microbatch, with its losses and auxiliary outputs.
+    """Computes the clipped sums, the losses and aux of a microbatch.
 
-    The batch is the examples, and which of them are padding; there is a threshold for each group.
+    Args:
+      plan: The plan.
+      loss: The loss.
+      measured: The parameters.
+      grouping: The groups of one example.
+      thresholds: The thresholds of the groups.
+      response: The response to a norm above its threshold.
+      batch: The examples, and flags of padding.
     """
-    examples, is_padding = batch
+    examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
 
-    def sums(backward: BackpropResult, thresholds: list[Array], is_padding: Array) -> ClippedSums:
+    def clip_batch(
+        backward: BackpropResult, thresholds: list[Array], is_padding: Array
+    ) -> ClippedSums:
         norms = Norms.create(plan, backward, grouping, is_padding)
-        dtypes = [sum_dtype(leaf.dtype) for leaf in plan.types]
-        margin = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
-        thresholds = [
-            jnp.maximum(threshold - plan.underflow(threshold.dtype), 0) for threshold in thresholds
-        ]
+        return norms.clip_and_sum(thresholds, response)
 
-        def is_ordinary(upper: list[ScaledNorms]) -> tuple[list[Multiplier], ClippedSums]:
-            return compute_example_multipliers(
-                upper, thresholds, is_padding, margin=margin, grouping=grouping, response=response
-            )
-
-        def sum_clipped(
-            multipliers: list[Multiplier], judgment: ClippedSums, are_ordinary: bool
-        ) -> ClippedSums:
-            leaves = norms.sum_weighted(multipliers, are_ordinary=are_ordinary)
-            return judgment._replace(leaves=leaves)
-
-        def exact_sums() -> ClippedSums:
-            others, judgment = is_ordinary(norms.recompute_exact())
-            return sum_clipped(
-                jax.tree.map(norms.select_exact, others, multipliers), judgment, False
-            )
-
-        multipliers, judgment = is_ordinary(norms.upper)
-        if not norms.lost:
-            return sum_clipped(multipliers, judgment, False)
-        # There is one condition for all, because the host of a GPU waits for each condition.
-        return lax.cond(
-            jnp.any(norms.have_lost | ~norms.is_well_scaled(multipliers)),
-            exact_sums,
-            lambda: sum_clipped(multipliers, judgment, True),
-        )
-
-    operands = (backward, thresholds, is_padding)
-    found = _global_view(sums, examples, measured)(*operands)
-    return found, *loss.split(backward.outputs)
+    on_mesh = global_view(out_like=lambda *_: sums_specs(examples, measured), compiled=False)
+    sums = on_mesh(clip_batch)(backward, thresholds, is_padding)
+    return sums, *loss.split(backward.outputs)
 
 
 def compute_norms(
@@ -149,31 +92,234 @@ def compute_norms(
     grouping: Grouping,
     batch: tuple[Any, Array],
 ) -> tuple[ClippedSums, Array, PyTree]:
-    """The norms of a microbatch, with its losses and auxiliary outputs."""
-    examples, is_padding = batch
+    """Computes the norms, the losses and aux of a microbatch."""
+    examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
 
-    def table(backward: BackpropResult, is_padding: Array) -> ClippedSums:
+    def bound_batch(backward: BackpropResult, is_padding: Array) -> ClippedSums:
         norms = Norms.create(plan, backward, grouping, is_padding)
         upper = norms.upper
-        if norms.lost:
-            upper = lax.cond(jnp.any(norms.have_lost), norms.recompute_exact, lambda: norms.upper)
-        found = arrange_example_norms([each.norm for each in upper], is_padding, grouping)
-        return ClippedSums(*RunningSums.empty(), found)
+        if norms.needs_exact:
+            upper = lax.cond(
+                jnp.any(norms.any_needs_exact), norms.recompute_exact, lambda: norms.upper
+            )
+        arranged = arrange_example_norms([own.norm for own in upper], is_padding, grouping)
+        return ClippedSums(*RunningSums.empty(), arranged)
 
-    found = _global_view(table, examples, [])(backward, is_padding)
-    return found, *loss.split(backward.outputs)
+    on_mesh = global_view(out_like=lambda *_: sums_specs(examples, []), compiled=False)
+    return on_mesh(bound_batch)(backward, is_padding), *loss.split(backward.outputs)
 
 
-def _global_view(
-    fn: Callable[..., ClippedSums], examples: Any, params: list[Any]
-) -> Callable[..., ClippedSums]:
-    """`fn` on any mesh: sums are split like the parameters, norms like the examples."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Norms:
+    """Upper bounds on the norms of a batch that allow for the rounding of the sum.
 
-    def like(*_: Any) -> ClippedSums:
-        of_batch = map(meshes.spec_of, jax.tree.leaves(examples))
-        first = next((spec[0] for spec in of_batch if len(spec) and spec[0] is not None), None)
-        found = out_specs([PartitionSpec(first, *meshes.spec_of(x)) for x in params])
-        return found._replace(norms=PartitionSpec(first))
+    See `rounding_bounds` for their derivation.
 
-    return global_view(out_like=like, compiled=False)(fn)
+    Attributes:
+      plan: The plan.
+      backward: The batch, with all gradients that the plan computes.
+      grouping: The groups of one example.
+      is_padding: bool `[examples]`.
+      estimates: The estimates `[examples]` of the terms.
+      needs_exact: The examples that lost digits that their norms need, bool `[examples]`, for terms
+        with Gram matrices.
+      any_needs_exact: The examples that lost digits in any term, bool `[examples]`.
+      upper: The upper bounds `[examples]` of the groups from the estimates. Factors are computed
+        from their field `divisor`.
+    """
+
+    plan: GhostNormPlan
+    backward: BackpropResult
+    grouping: Grouping
+    is_padding: Array
+    estimates: dict[Key, Estimate]
+    needs_exact: dict[Key, Array]
+    any_needs_exact: Array
+    upper: list[ScaledNorms]
+
+    @classmethod
+    def create(
+        cls, plan: GhostNormPlan, backward: BackpropResult, grouping: Grouping, is_padding: Array
+    ) -> "Norms":
+        """Computes the bounds with the cheap methods, and from the available gradients."""
+        backward = add_direct_gradients(plan, backward)
+        examples, dtype = is_padding.size, plan.norm_dtype
+        estimates = {  # f32[examples] for every field
+            (i, k): term.estimate(backward, dtype)
+            for i, terms in enumerate(plan.parts)
+            for k, term in enumerate(terms)
+            if i not in plan.direct
+        }
+        for i, gradient in backward.gradients.items():
+            # [examples, ...] -> f32[examples]
+            norm = bound_norms(gradient, tuple(range(1, gradient.ndim)), dtype)
+            errors = [term.rounding_error(backward, dtype) for term in plan.parts[i]]
+            error = _combine_norms(errors, examples, dtype)
+            if i in plan.direct and gradient.dtype == jnp.bfloat16:
+                error += rounding_bounds.ROUNDED * norm
+            estimates[i, 0] = Estimate(norm, jnp.zeros_like(norm), error, norm + error)
+        needs_exact, upper = {}, []
+        for group in grouping.groups:
+            own = {key: estimates[key] for key in estimates if key[0] in group.leaf_indices}
+            upper.append(_bound_group(plan, own, examples, dtype))
+            # Lower bounds of the norms of the terms, sqrt(norm^2 - error^2).
+            lower = [
+                jnp.sqrt(
+                    jnp.maximum(x.norm - x.cancellation_error, 0) * (x.norm + x.cancellation_error)
+                )
+                for x in own.values()
+            ]
+            lower = [jnp.where(jnp.isfinite(x), x, 0) for x in lower]
+            norms = _combine_norms(lower, examples, dtype)  # f32[examples]
+            for (i, k), estimate in own.items():
+                if i in backward.gradients or plan.parts[i][k].method not in ("gram", "tied"):
+                    continue
+                # The negated comparison is also true if squares overflow, but the norms do not.
+                is_exact = estimate.cancellation_error <= rounding_bounds.CANCELLATION_LIMIT * norms
+                needs_exact[i, k] = ~is_exact & ~is_padding  # bool[examples]
+        any_needs_exact = functools.reduce(
+            jnp.logical_or, needs_exact.values(), jnp.zeros_like(is_padding)
+        )
+        return cls(
+            plan, backward, grouping, is_padding, estimates, needs_exact, any_needs_exact, upper
+        )
+
+    def clip_and_sum(self, thresholds: list[Array], response: Response) -> ClippedSums:
+        """Clips the examples to the thresholds of the groups, and sums them."""
+        dtypes = [sum_dtype(leaf.dtype) for leaf in self.plan.types]
+        compute_multipliers = functools.partial(
+            compute_example_multipliers,
+            # Underflow may increase the contribution of an example.
+            thresholds=[jnp.maximum(x - self.plan.underflow(x.dtype), 0) for x in thresholds],
+            is_padding=self.is_padding,
+            margin=max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0),
+            grouping=self.grouping,
+            response=response,
+        )
+        multipliers, counts = compute_multipliers(self.upper)
+
+        def sum_exactly() -> ClippedSums:
+            exact, exact_counts = compute_multipliers(self.recompute_exact())
+            # The multipliers of all other examples are unchanged.
+            select = functools.partial(jnp.where, self.any_needs_exact)
+            selected = jax.tree.map(select, exact, multipliers)
+            return exact_counts._replace(leaves=self.sum_weighted(selected, are_ordinary=False))
+
+        if not self.needs_exact:
+            return counts._replace(leaves=self.sum_weighted(multipliers, are_ordinary=False))
+        # There is a single condition because the host of a GPU waits for conditions.
+        return lax.cond(
+            jnp.any(self.any_needs_exact | ~self.is_well_scaled(multipliers)),
+            sum_exactly,
+            lambda: counts._replace(leaves=self.sum_weighted(multipliers, are_ordinary=True)),
+        )
+
+    def recompute_exact(self) -> list[ScaledNorms]:
+        """Computes the upper bounds from gradients, for the examples that lost digits.
+
+        The contribution of an example must not depend on other examples in the batch. Therefore,
+        the examples are selected independently, and the bounds of all others are unchanged.
+        """
+        estimates, dtype = dict(self.estimates), self.plan.norm_dtype
+        for (i, k), flag in self.needs_exact.items():
+            term, cheap = self.plan.parts[i][k], self.estimates[i, k]
+            data_max, cotangent_max = term.max_moduli(self.backward)  # [examples]
+            # Zero and non-finite gradients are excluded, because they would not change the norm but
+            # be computed for all examples.
+            is_finite = jnp.isfinite(data_max) & jnp.isfinite(cotangent_max)
+            is_selected = flag & is_finite & (cotangent_max > 0)  # bool[examples]
+            exact = lax.cond(
+                jnp.any(is_selected),
+                lambda _, term=term: term.estimate(self.backward, dtype, exact=True),
+                lambda cheap: cheap,
+                cheap,
+            )
+            known = [jnp.where(cotangent_max == 0, 0, x) for x in cheap]
+            rows = zip(exact, known, strict=True)
+            estimates[i, k] = Estimate(*(jnp.where(is_selected, *row) for row in rows))
+        bounds = []
+        for group, upper in zip(self.grouping.groups, self.upper, strict=True):
+            own = {key: estimates[key] for key in estimates if key[0] in group.leaf_indices}
+            exact = _bound_group(self.plan, own, self.is_padding.size, dtype)
+            select = functools.partial(jnp.where, self.any_needs_exact)
+            bounds.append(ScaledNorms(*map(select, exact, upper)))
+        return bounds
+
+    def is_well_scaled(self, multipliers: list[Multiplier]) -> Array:
+        """Returns `True` for examples with all numbers and products in range, bool `[examples]`."""
+        info, flags = jnp.finfo(self.plan.norm_dtype), []
+        rows = zip(self.grouping.groups, self.upper, multipliers, strict=True)
+        for group, upper, by in rows:
+            is_unscaled = (by.ratio == 0) | ((by.power == 1) & (by.ratio == 1))
+            for (i, k), estimate in self.estimates.items():
+                if i not in group.leaf_indices or i in self.backward.gradients:
+                    continue
+                _, _, inputs, outputs = self.plan.parts[i][k].sizes
+                spread = math.sqrt(outputs) * estimate.data_sum  # f32[examples]
+                spread += math.sqrt(inputs) * estimate.cotangent_sum
+                # The underflow of products is at most an eighth of a rounding.
+                is_in_range = by.factor * spread <= float(info.max) / 256
+                is_in_range &= 16 * float(info.tiny / info.eps) * spread <= by.factor * upper.norm
+                flags.append(jnp.isfinite(estimate.total) & (is_unscaled | is_in_range))
+        return functools.reduce(jnp.logical_and, flags)
+
+    def sum_weighted(self, multipliers: list[Multiplier], *, are_ordinary: bool) -> list[Array]:
+        """Sums the gradients of all parameters times the multipliers of their groups."""
+        by_leaf, gradients = self.grouping.broadcast_to_leaves(multipliers), self.backward.gradients
+        dtypes = [sum_dtype(leaf.dtype) for leaf in self.plan.types]
+        axes = tuple(tuple(range(gradient.ndim - 1)) for gradient in gradients.values())
+        leaves = [gradient.astype(dtypes[i]) for i, gradient in gradients.items()]
+        # [examples, ...] -> [...]
+        materialized = compute_weighted_sums(leaves, [by_leaf[i] for i in gradients], axes)
+        sums = dict(zip(gradients, materialized, strict=True))
+        for i, (leaf, terms) in enumerate(zip(self.plan.types, self.plan.parts, strict=True)):
+            if i not in sums:
+                sums[i] = compute_weighted_sum(
+                    leaf, terms, self.backward, by_leaf[i], are_ordinary=are_ordinary
+                )
+        return [sums[i] for i in range(len(dtypes))]
+
+
+def _bound_group(
+    plan: GhostNormPlan, own: dict[Key, Estimate], examples: int, dtype: Any
+) -> ScaledNorms:
+    """Returns upper bounds `[examples]` on the norm of a group, and divisors for factors.
+
+    If the positions of an example cancel, it still adds terms of size `A` to the sum. Their
+    rounding would depend on other examples, so the divisor is at least a fraction of `A`.
+    """
+    norms = [_bound_term(plan, key, estimate) for key, estimate in own.items()]
+    upper = ScaledNorms.from_value(_combine_norms(norms, examples, dtype), 1.0)
+    totals = [
+        x.total for (i, _), x in own.items() if i not in plan.materialized and i not in plan.direct
+    ]
+    total = _combine_norms(totals, examples, dtype)  # f32[examples]
+    least = rounding_bounds.CANCELLED * total * reciprocal_pow2(upper.scale)
+    return upper._replace(divisor=jnp.maximum(upper.divisor, least))
+
+
+def _bound_term(plan: GhostNormPlan, key: Key, estimate: Estimate) -> Array:
+    """Returns an upper bound `[examples]` on a norm that allows for the rounding of the sum."""
+    i, k = key
+    if i in plan.materialized or i in plan.direct:
+        return estimate.bound
+    term, unit = plan.parts[i][k], rounding_bounds.unit_roundoff(sum_dtype(plan.types[i].dtype))
+    additions = max(sites.block_split(use).additions for use, _ in term.uses)
+    slack = 0.0
+    types = [x for use, _ in term.uses for x in (use.site.data, use.site.output)]
+    if any(x.dtype == jnp.bfloat16 for x in types):
+        # A float32 factor of a bfloat16 factor is split into two terms.
+        additions, slack = 2 * additions, rounding_bounds.OTHER_ERRORS
+    slack += rounding_bounds.relative_error(
+        additions + len(term.uses) + rounding_bounds.PRODUCT + 4, unit
+    )
+    return estimate.bound + slack * estimate.total
+
+
+def _combine_norms(norms: list[Array], examples: int, dtype: Any) -> Array:
+    """Returns an upper bound `[examples]` on the norm of several terms, from their norms."""
+    if not norms:
+        return jnp.zeros(examples, dtype)
+    # [examples, terms] -> [examples]
+    return norms[0] if len(norms) == 1 else bound_norms(meshes.stack(norms, 1), (1,), dtype)

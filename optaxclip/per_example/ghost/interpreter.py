@@ -1,4 +1,9 @@
-"""References: which entries of which parameter a variable of a program holds."""
+"""Traces parameters through the program of a loss, and evaluates the program with taps.
+
+`ParamTracker` follows the elements of parameters through a program and finds its sites, the
+operations in which parameters are combined with data. `evaluate` runs the program, returns the data
+of all sites and adds taps to their outputs.
+"""
 
 import dataclasses
 import functools
@@ -15,14 +20,14 @@ from optaxclip.per_example.ghost.primitives import Loop
 
 
 class ReshapeOp(NamedTuple):
-    """An equation that moves entries; `depth` loops around it slice the parameter."""
+    """An equation that moves elements inside `depth` loops that slice the parameter."""
 
     depth: int
     eqn: Any
     output: int
 
     def apply(self, x: Array) -> Array:
-        """The moved entries, with a leading axis for each loop that slices the parameter."""
+        """Moves elements of an array `[*sliced loops, ...]`."""
 
         def apply_reshape(x: Array) -> Array:
             return primitives.move(self.eqn, x)[self.output]
@@ -33,7 +38,7 @@ class ReshapeOp(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Where a parameter lies in a concatenation, along the axis of the concatenation."""
+    """The interval of a parameter in a concatenation along an axis."""
 
     axis: int
     start: int
@@ -42,13 +47,14 @@ class Interval(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParamSlice:
-    """Says which entries of a parameter a variable holds.
+    """A reference from a variable to elements of a parameter.
 
     Attributes:
-      leaf: the parameter's position.
-      moves: how the entries were moved.
-      loops: for each `scan` around, from the outermost, whether it slices the parameter.
-      interval: where the entries lie in the variable, if that is a concatenation; otherwise None.
+      leaf: The position of the parameter.
+      moves: The equations that moved the elements.
+      loops: Flags of the surrounding loops, from the outermost, that are True if a loop slices the
+        parameter.
+      interval: The interval of the elements if the variable is a concatenation, and None otherwise.
     """
 
     leaf: int
@@ -57,17 +63,18 @@ class ParamSlice:
     interval: Interval | None = None
 
     def apply(self, leaf: Array) -> Array:
-        """The entries, from the parameter, with a leading axis for each loop that slices it."""
+        """Returns the elements of the parameter, `[*sliced loops, ...]`."""
         for move in self.moves:
             leaf = move.apply(leaf)
         return leaf
 
     def follow_reshape(self, eqn: Any, output: int) -> "ParamSlice | None":
-        """The reference of this equation's output; None if the entries cannot be followed."""
-        if primitives.is_identity(eqn):
+        """Returns the reference of an output, or None if its elements cannot be followed."""
+        if primitives.name_of(eqn) in primitives.IDENTITY_PRIMITIVES:
             return self
         interval = self.interval
         if interval is not None:
+            # The interval of a concatenation can only be followed through a transpose.
             axis = primitives.transpose_axis(eqn, interval.axis)
             if axis is None:
                 return None
@@ -75,31 +82,32 @@ class ParamSlice:
         moves = (*self.moves, ReshapeOp(sum(self.loops), eqn, output))
         return dataclasses.replace(self, moves=moves, interval=interval)
 
-    def place_inside_concatenate(self, axis: int, start: int, size: int) -> "ParamSlice | None":
-        """The reference inside of a concatenation; None if it is inside of one already."""
-        if self.interval is not None:
-            return None
-        return dataclasses.replace(self, interval=Interval(axis, start, size))
-
     def enter_scan(self, is_sliced: bool) -> "ParamSlice | None":
-        """The reference inside of a loop."""
+        """Returns the reference inside a loop, or None if the loop slices the interval."""
         interval = self.interval
         if interval is not None and is_sliced:
             if interval.axis == 0:
                 return None
+            # Slicing removes the leading axis.
             interval = interval._replace(axis=interval.axis - 1)
         return dataclasses.replace(self, loops=(*self.loops, is_sliced), interval=interval)
 
 
 References = tuple[ParamSlice, ...]
-"""The references of a variable: several for a concatenation, none if it holds only data."""
+"""The references of a variable: several for a concatenation, and none for data."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatmulSite:
-    """An operation in which parameters, the operand at `position`, meet data, inside of loops.
+    """An operation that combines parameters with data, possibly inside loops.
 
-    In a checkpoint backpropagation would compute the data again.
+    Attributes:
+      kind: The name of the operation.
+      eqn: The equation.
+      position: The position of the operand with the parameters.
+      references: The references of this operand.
+      lengths: The lengths of the surrounding loops.
+      is_checkpointed: True inside a checkpoint, for which backpropagation recomputes the data.
     """
 
     kind: str
@@ -111,20 +119,20 @@ class MatmulSite:
 
     @property
     def data(self) -> Any:
-        """The type of the data, without axes for loops."""
+        """The type of the data, without axes of loops."""
         return self.eqn.invars[1 - self.position].aval
 
     @property
     def output(self) -> Any:
-        """The type of the output, without axes for loops."""
+        """The type of the output, without axes of loops."""
         return self.eqn.outvars[0].aval
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """One equation, or several in a row (`run`) that parameters do not reach.
+    """An equation, or a sequence of equations (`run`) without parameters.
 
-    An equation may have a program inside of it, or be a site.
+    An equation may contain a program (`inner`), or be a site.
     """
 
     eqn: Any
@@ -137,7 +145,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A program whose sites are known, those of inner programs too, in their order."""
+    """A program with its sites, in order, including those of inner programs."""
 
     jaxpr: jex.Jaxpr
     consts: Sequence[Any]
@@ -145,12 +153,17 @@ class Program:
     sites: list[MatmulSite]
 
 
+@dataclasses.dataclass(eq=False)
 class ParamTracker:
-    """Finds the sites of a program on a mesh, and for each dense leaf the reason."""
+    """Finds the sites of a program on a mesh, and the parameters that must be materialized.
 
-    def __init__(self, dense: dict[int, str], mesh: Any) -> None:
-        self.dense = dict(dense)
-        self.mesh = mesh
+    Attributes:
+      materialized: The positions of these parameters, with a reason.
+      mesh: The mesh of the program.
+    """
+
+    materialized: dict[int, str]
+    mesh: Any
 
     def program(
         self,
@@ -160,44 +173,54 @@ class ParamTracker:
         lengths: tuple[int, ...] = (),
         is_checkpointed: bool = False,
     ) -> tuple[Program, list[References]]:
-        """The program, with loops of these lengths around it, and the references of its outputs."""
+        """Traces a program inside loops of these lengths.
+
+        Args:
+          jaxpr: The program.
+          consts: Its constants.
+          references: The references of its inputs.
+          lengths: The lengths of the surrounding loops.
+          is_checkpointed: True inside a checkpoint.
+
+        Returns:
+          The program with its sites, and the references of its outputs.
+        """
         env: dict[Any, References] = dict(zip(jaxpr.invars, references, strict=True))
         steps: list[Step] = []
         sites: list[MatmulSite] = []
-        param_free_eqns: list[Any] = []
+        param_free_eqns: list[tuple[int, Any]] = []
         used_until = last_uses(jaxpr)
 
-        def read_atom(atom: Any) -> References:
-            found = () if is_literal(atom) else env.get(atom, ())
-            return tuple(ref for ref in found if ref.leaf not in self.dense)
+        def read_references(atom: Any) -> References:
+            references = () if is_literal(atom) else env.get(atom, ())
+            return tuple(ref for ref in references if ref.leaf not in self.materialized)
 
         for number, eqn in enumerate(jaxpr.eqns):
-            refs = [read_atom(atom) for atom in eqn.invars]
-            around = (lengths, is_checkpointed)
+            refs = [read_references(atom) for atom in eqn.invars]
             step, outputs = None, [()] * len(eqn.outvars)
             if any(refs) and primitives.has_gradient(eqn):
-                step, outputs = self._step(eqn, refs, *around)
+                step, outputs = self._make_step(eqn, refs, lengths, is_checkpointed)
             env.update(zip(eqn.outvars, outputs, strict=True))
             if step is None:
                 param_free_eqns.append((number, eqn))
                 continue
-            steps += _run(param_free_eqns, used_until)
+            steps += _merge_eqns(param_free_eqns, used_until)
             param_free_eqns = []
             steps.append(step)
             sites += step.inner.sites if step.inner else [step.site] if step.site else []
-        steps += _run(param_free_eqns, used_until)
-        return Program(jaxpr, consts, steps, sites), [read_atom(atom) for atom in jaxpr.outvars]
+        steps += _merge_eqns(param_free_eqns, used_until)
+        return Program(jaxpr, consts, steps, sites), list(map(read_references, jaxpr.outvars))
 
     def mark_materialized(self, references: Sequence[ParamSlice], reason: str) -> None:
-        """Makes the leaves of these references dense."""
+        """Materializes the gradients of the parameters of these references."""
         for reference in references:
-            self.dense.setdefault(reference.leaf, reason)
+            self.materialized.setdefault(reference.leaf, reason)
 
-    def _step(
+    def _make_step(
         self, eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
     ) -> tuple[Step | None, list[References]]:
-        """The step of an equation that uses parameters, and the references of its outputs."""
-        name, nothing = primitives.name_of(eqn), [()] * len(eqn.outvars)
+        """Returns the step of an equation with parameters, and the references of its outputs."""
+        name, no_references = primitives.name_of(eqn), [()] * len(eqn.outvars)
         if primitives.is_reshape_like(eqn):
             rows = [
                 [ref.follow_reshape(eqn, i) for ref in refs[0]] for i in range(len(eqn.outvars))
@@ -205,60 +228,61 @@ class ParamTracker:
             return None, [self._propagate(refs[0], row, name) for row in rows]
         if name == primitives.CONCATENATE:
             axis, starts = primitives.concatenate_offsets(eqn)
-            rows = zip(refs, starts, (v.aval.shape[axis] for v in eqn.invars), strict=True)
-            placed = [
-                (ref, ref.place_inside_concatenate(axis, *at)) for held, *at in rows for ref in held
+            sizes = (v.aval.shape[axis] for v in eqn.invars)
+            rows = zip(refs, starts, sizes, strict=True)
+            intervals = [(ref, Interval(axis, *row)) for held, *row in rows for ref in held]
+            # References in nested concatenations are not followed.
+            new_refs = [
+                None if ref.interval else dataclasses.replace(ref, interval=interval)
+                for ref, interval in intervals
             ]
-            olds, news = zip(*placed, strict=True)
-            return None, [self._propagate(olds, news, name)]
+            return None, [self._propagate([ref for ref, _ in intervals], new_refs, name)]
         if name in primitives.CALLS:
             program, outputs = self.program(*primitives.inner(eqn), refs, lengths, is_checkpointed)
             return Step(eqn, eqn.invars, eqn.outvars, inner=program), outputs
         if name in primitives.CHECKPOINTS:
             program, outputs = self.program(*primitives.inner(eqn), refs, lengths, True)
-            self._check_outputs(outputs, name)
-            return Step(eqn, eqn.invars, eqn.outvars, inner=program), nothing
+            self.mark_materialized(sum(outputs, ()), f"is returned by '{name}'")
+            return Step(eqn, eqn.invars, eqn.outvars, inner=program), no_references
         if name == primitives.SCAN:
-            return self._loop(eqn, refs, lengths, is_checkpointed), nothing
-        site = _site(eqn, refs, lengths, is_checkpointed)
+            return self._make_scan(eqn, refs, lengths, is_checkpointed), no_references
+        site = _make_site(eqn, refs, lengths, is_checkpointed)
         if site is not None and primitives.mesh_of(site.output) != self.mesh:
             self.mark_materialized(sum(refs, ()), "is used inside of 'auto_axes'")
-            return None, nothing
+            return None, no_references
         if site is None:
             self.mark_materialized(sum(refs, ()), f"is used by '{name}'")
-            return None, nothing
-        return Step(eqn, eqn.invars, eqn.outvars, site=site), nothing
+            return None, no_references
+        return Step(eqn, eqn.invars, eqn.outvars, site=site), no_references
 
-    def _loop(
+    def _make_scan(
         self, eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
     ) -> Step:
         loop = Loop.create(eqn)
         first, last = loop.num_consts, loop.num_consts + loop.num_carry
-        for held in refs[first:last]:
-            self.mark_materialized(held, f"is carried through '{primitives.SCAN}'")
-        inside: list[References] = []
+        for carried in refs[first:last]:
+            self.mark_materialized(carried, f"is carried through '{primitives.SCAN}'")
+        inner_refs: list[References] = []
         for i, held in enumerate(refs):
-            entered = [ref.enter_scan(i >= last) for ref in held]
-            inside.append(self._propagate(held, entered, primitives.SCAN))
-        within = (*lengths, loop.length)
-        program, outputs = self.program(*primitives.inner(eqn), inside, within, is_checkpointed)
-        self._check_outputs(outputs, primitives.SCAN)
+            new_refs = [ref.enter_scan(i >= last) for ref in held]
+            inner_refs.append(self._propagate(held, new_refs, primitives.SCAN))
+        inner_lengths = (*lengths, loop.length)
+        program, outputs = self.program(
+            *primitives.inner(eqn), inner_refs, inner_lengths, is_checkpointed
+        )
+        self.mark_materialized(sum(outputs, ()), f"is returned by '{primitives.SCAN}'")
         return Step(eqn, eqn.invars, eqn.outvars, inner=program)
 
     def _propagate(
-        self, olds: References, news: Sequence[ParamSlice | None], name: str
+        self, old_refs: Sequence[ParamSlice], new_refs: Sequence[ParamSlice | None], name: str
     ) -> References:
-        """The new references; a leaf that cannot be followed becomes dense."""
-        rows = zip(olds, news, strict=True)
+        """Returns the new references, and materializes parameters that cannot be followed."""
+        rows = zip(old_refs, new_refs, strict=True)
         self.mark_materialized([old for old, new in rows if new is None], f"is used by '{name}'")
-        return tuple(new for new in news if new is not None)
-
-    def _check_outputs(self, outputs: Sequence[References], name: str) -> None:
-        for references in outputs:
-            self.mark_materialized(references, f"is returned by '{name}'")
+        return tuple(new for new in new_refs if new is not None)
 
 
-def _site(
+def _make_site(
     eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
 ) -> MatmulSite | None:
     positions = [i for i, held in enumerate(refs) if held]
@@ -277,8 +301,8 @@ def _site(
     return MatmulSite(kind, eqn, position, refs[position], lengths, is_checkpointed)
 
 
-def _run(numbered: list[tuple[int, Any]], used_until: dict[Any, int]) -> list[Step]:
-    """One step for equations in a row; an empty list if there are none."""
+def _merge_eqns(numbered: list[tuple[int, Any]], used_until: dict[Any, int]) -> list[Step]:
+    """Returns one step for consecutive equations, or no step if there are none."""
     if not numbered:
         return []
     piece = extract_piece([eqn for _, eqn in numbered], numbered[-1][0], used_until)
@@ -287,7 +311,7 @@ def _run(numbered: list[tuple[int, Any]], used_until: dict[Any, int]) -> list[St
 
 @jax.custom_vjp
 def _tap(y: Array, z: Array) -> Array:
-    """Returns `y`, and gives its cotangent to `z` too; unlike `y + z` it costs nothing."""
+    """Returns `y`, and also passes its cotangent to `z`, without computing `y + z`."""
     del z
     return y
 
@@ -298,38 +322,44 @@ _tap.defvjp(lambda y, _: (y, None), lambda _, dy: (dy, dy))
 def evaluate(
     program: Program, values: Sequence[Any], taps: Sequence[Array]
 ) -> tuple[list[Any], list[Any]]:
-    """The program's outputs, and the data at each site.
+    """Evaluates a program, and returns its outputs and the data of its sites.
 
-    For each site there is a tap, an array like its output, with an axis for each loop around;
-    derivatives with respect to it are the cotangents of the output.
+    Args:
+      program: The program.
+      values: Its inputs.
+      taps: Arrays like the outputs of the sites, `[*loops, *output]`. Derivatives with respect to
+        them are the cotangents of the outputs.
     """
     jaxpr = program.jaxpr
-    known = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    known |= dict(zip(jaxpr.invars, values, strict=True))
+    env = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    env |= dict(zip(jaxpr.invars, values, strict=True))
     data: list[Any] = []
 
     def read(atom: Any) -> Any:
-        return atom.val if is_literal(atom) else known[atom]
+        return atom.val if is_literal(atom) else env[atom]
 
     for step in program.steps:
         inputs = [read(atom) for atom in step.inputs]
         if step.site is not None:
             (output,) = primitives.apply(step.eqn, inputs)
+            # The number of the site in the program is the number of data so far.
             outputs = [_tap(output, taps[len(data)])]
             data.append(inputs[1 - step.site.position])
         elif step.inner is not None:
             inner_taps = taps[len(data) : len(data) + len(step.inner.sites)]
-            outputs, found = _evaluate_inner(step.eqn, step.inner, inputs, inner_taps)
-            data += found
+            outputs, inner_data = _evaluate_inner(step.eqn, step.inner, inputs, inner_taps)
+            data += inner_data
         else:
-            outputs = primitives.run(step.run, (), inputs)
-        known.update(zip(step.outputs, outputs, strict=True))
+            run: Any = step.run
+            outputs = primitives.eval_jaxpr(run, (), *inputs)
+        env.update(zip(step.outputs, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars], data
 
 
 def _evaluate_inner(
     eqn: Any, program: Program, values: list[Any], taps: Sequence[Array]
 ) -> tuple[list[Any], list[Any]]:
+    """Evaluates a program inside a call, a checkpoint or a scan."""
     if primitives.name_of(eqn) in primitives.CALLS:
         return evaluate(program, values, taps)
     if primitives.name_of(eqn) in primitives.CHECKPOINTS:
@@ -339,10 +369,11 @@ def _evaluate_inner(
     first, last = loop.num_consts, loop.num_consts + loop.num_carry
 
     def body(carry: list[Any], sliced: tuple[list[Any], list[Any]]) -> Any:
-        operands, own_taps = sliced
-        outputs, data = evaluate(program, [*values[:first], *carry, *operands], own_taps)
+        operands, inner_taps = sliced
+        outputs, data = evaluate(program, [*values[:first], *carry, *operands], inner_taps)
         return outputs[: loop.num_carry], (outputs[loop.num_carry :], data)
 
+    # [length, ...] -> [...] in the body, for operands and taps
     sliced = (values[last:], list(taps))
-    carry, (rest, data) = primitives.rebind_scan(eqn, body, values[first:last], sliced)
-    return [*carry, *rest], data
+    carry, (stacked, data) = primitives.rebind_scan(eqn, body, values[first:last], sliced)
+    return [*carry, *stacked], data

@@ -1,60 +1,68 @@
 """Bounds on the rounding errors of norms and sums, for any order of summation.
 
-A sum of `n` products in floating point, added up in any order, is `sum_i x_i y_i (1 + e_i)` with
+A sum of `n` products in floating point, in any order, is `sum_i x_i y_i (1 + e_i)` with
 `|e_i| <= g(n)`, where `g(n) = n u / (1 - n u)` and `u` is the unit roundoff (Higham, 2002, Accuracy
-and Stability of Numerical Algorithms, 3.1). And `(1 + g(m)) (1 + g(n)) <= 1 + g(m + n)`. On a
-platform that makes products of float32 from products of bfloat16, such as a TPU, the error of a
-product is larger than `u`; `PRODUCT` roundings allow for it.
+and Stability of Numerical Algorithms, 3.1). Furthermore, `(1 + g(m)) (1 + g(n)) <= 1 + g(m + n)`.
+On platforms that compute float32 products from bfloat16 products, such as TPUs, the error of a
+product is larger than `u`, and `PRODUCT` roundings allow for it.
 
-Write `x_t` and `d_t` for the inputs and the cotangents of a layer at position `t` of `T`, `K` and
-`N` for the numbers of their entries, `A = sum_t |x_t| |d_t|`, and `G = sum_t x_t d_t'` for the
-gradient, whose norm is at most `A`.
+In the following, `x_t` and `d_t` are the inputs and the cotangents of a layer at position `t` of
+`T`, `K` and `N` are the numbers of their elements, and `A = sum_t |x_t| |d_t|`. The gradient is
+`G = sum_t x_t d_t'`, and its norm is at most `A`.
 
-**From Gram matrices** `X_ts = x_t . x_s` and `D_ts = d_t . d_s` the square of the norm is
-`S = sum_ts X_ts D_ts`. Let `X'` and `D'` be the computed matrices. Their entries are off by at most
-`g_K |x_t| |x_s|` and `g_N |d_t| |d_s|`, where `g_K = g(K + PRODUCT)`; a term of an inner product of
-`K` terms that is computed in `m` parts takes part in `K / m + m - 1` additions. Because
+**Norms from Gram matrices.** The squared norm is `S = sum_ts X_ts D_ts`, with the Gram matrices
+`X_ts = x_t . x_s` and `D_ts = d_t . d_s`. Let `X'` and `D'` be the computed matrices. The errors of
+their elements are at most `g_K |x_t| |x_s|` and `g_N |d_t| |d_s|`, where `g_K = g(K + PRODUCT)`. If
+an inner product of `K` terms is computed in `m` pieces, a term is part of `K / m + m - 1`
+additions. The errors are related by
 
-    X D - X' D' = -(X' - X) D' - X' (D' - D) + (X' - X) (D' - D),
+    X D - X' D' = -(X' - X) D' - X' (D' - D) + (X' - X) (D' - D).
 
-and because each product is rounded once and added up along its row of `T` terms, and then over the
-rows of all `G` matrices of the parameter, the computed `S` is off by at most
+The products are rounded once and summed along their rows of `T` terms, and then over the rows of
+all `G` matrices of the parameter. Therefore, the error of the computed `S` is at most
 
     g_K sum_ts |x_t| |x_s| |D'_ts| + g_N sum_ts |X'_ts| |d_t| |d_s| + g_K g_N A^2
         + g(T + G T + 1) sum_ts |X'_ts D'_ts|.
 
-The norms `|x_t|` and `|d_t|` come from the diagonals. As `|x_t|^2 (1 - g_K) <= X'_tt + K tiny`,
-where `tiny` is the least normal number, `|x_t|` is at most `(1 + g_K) sqrt(X'_tt + K tiny)`; this
-leaves `g_K / 2`, more than 4 roundings, for the computation of the bound itself. If squares
-overflow, the bound is infinite, and the norm comes from the gradient.
+The norms `|x_t|` and `|d_t|` are computed from the diagonals. Let `tiny` be the smallest normal
+number. Since `|x_t|^2 (1 - g_K) <= X'_tt + K tiny`, `|x_t|` is at most
+`(1 + g_K) sqrt(X'_tt + K tiny)`. The difference of `g_K / 2`, which is more than 4 roundings,
+allows for the computation of the bound. If squares overflow, the bound is infinite, and the norm is
+computed from the gradient.
 
-If positions are far from parallel, as in an ordinary example, these sums are a small multiple of
-`S`, while `A^2` is about `T S`. If a table is also a factor, what its rows add is bounded in the
-same way. Products that underflow are off by `tiny` at most, which adds
-`tiny * (K (sum_t |d_t|)^2 + N (sum_t |x_t|)^2 + T^2)`, and a multiple of `tiny^2`.
+If positions are far from parallel, as in ordinary examples, these sums are a small multiple of `S`,
+while `A^2` is about `T S`. The terms of the rows of a table that is also a factor are bounded in
+the same way. The error of products that underflow is at most `tiny`, which adds
+`tiny * (K (sum_t |d_t|)^2 + N (sum_t |x_t|)^2 + T^2)` and a multiple of `tiny^2`.
 
-**The gradient itself** has entries `sum_t x_tk d_tn (1 + e_tkn)` with `|e| <= g(T + PRODUCT)`. The
-matrix of the errors of position `t` has at most the norm `g(T + PRODUCT) |x_t| |d_t|`, so the
-computed gradient is off by at most `g(T + PRODUCT) * A = delta * A`. A gradient that is kept in
-bfloat16, for its norm and for the sum, is off by another `ROUNDED` of its norm.
+**Norms from gradients.** The gradient has elements `sum_t x_tk d_tn (1 + e_tkn)` with
+`|e| <= g(T + PRODUCT)`. The matrix of the errors at position `t` has a norm of at most
+`g(T + PRODUCT) |x_t| |d_t|`, so the error of the gradient is at most
+`g(T + PRODUCT) * A = delta * A`. If a gradient is stored in bfloat16, for its norm and for the sum,
+its error increases by a fraction `ROUNDED` of its norm.
 
-**The sum** of the clipped examples has `c d_t` in place of `d_t`, or `c x_t` in place of `x_t`,
-where `c` is the factor of the example, multiplied in as two numbers. So what one example adds to it
-is off from `c G` by at most `g(T + PRODUCT + 2) * c A`, and has at most the norm
-`c (|G| + delta' A)`. The other examples of a batch are added as they are; their sum is rounded,
-like all floating-point sums. If there are so many positions that `delta'` would matter, the
-gradient and the sum are added up in `m` pieces one after another, and `T / m + m` takes the place
-of `T`; but sums for kernels of convolutions are not cut.
+**Sums.** The sum of the clipped examples contains `c d_t` instead of `d_t`, or `c x_t` instead of
+`x_t`, where `c` is the factor of the example, which is multiplied in as two numbers. Therefore, the
+contribution of an example differs from `c G` by at most `g(T + PRODUCT + 2) * c A`, and its norm is
+at most `c (|G| + delta' A)`. The contributions of the other examples of a batch are added without
+modification, and their sum is rounded like all floating-point sums. If `delta'` would be too large
+because of the number of positions, the gradient and the sum are computed in `m` pieces, one after
+another, and `T` is replaced by `T / m + m`. Note that sums for kernels of convolutions are not
+split.
 
-So an example is clipped by `bound = (an upper bound of |G|) + delta' A`, which is never less than
-its norm: with a factor of at most `threshold / bound` it adds at most `threshold`. All of this is computed
-for each example alone. But the sum adds terms of the size `c A`, whose rounding depends on all
-others: so factors are computed from at least `CANCELLED * A`. Of extreme examples `c d_t` would
-leave the range, so `x_t` is divided by a power of two near its size, and `d_t` multiplied by it:
-`x_t` is about 1, and `c d_t` at most `c A`. What is lost below the normal numbers is taken from the
-threshold, of which it is a part that can be seen below 1e-28. Several layers that
-share a parameter count as one layer with all of their positions; for stacked layers, `A^2` and the
-squares of the norms are sums over the layers, by the inequality of Minkowski.
+**Factors.** Examples are clipped according to `bound = (an upper bound on |G|) + delta' A`, which
+is never less than the norm. With a factor of at most `threshold / bound`, the contribution is at
+most `threshold`. The bound of an example only depends on that example. However, the sum adds terms
+of size `c A`, and their rounding depends on all other examples. Therefore, factors are computed
+from at least `CANCELLED * A`.
+
+For extreme examples, `c d_t` would be out of range. Therefore, `x_t` is divided by a power of two
+near its size, and `d_t` is multiplied by it. Then `x_t` is about 1, and `c d_t` is at most `c A`.
+The threshold is reduced by the possible underflow, which is only a visible part of thresholds below
+1e-28.
+
+Several layers that share a parameter count as one layer with all of their positions. For stacked
+layers, `A^2` and the squared norms are sums over the layers, by the Minkowski inequality.
 """
 
 import math
@@ -63,51 +71,52 @@ from typing import Any
 import jax.numpy as jnp
 
 PRODUCT = 8
-"""How many roundings are allowed for the error of one product."""
+"""The number of roundings that are allowed for the error of a product."""
 
 OTHER_ERRORS = 2.0**-16
-"""The largest relative error of a float32 number as the sum of two of bfloat16 (8 digits each)."""
+"""The maximum relative error of a float32 number as a sum of two bfloat16 numbers of 8 bits."""
 
 ROUNDED = 2.0**-8 + 2.0**-15
-"""The largest relative error of a number that is rounded to bfloat16."""
+"""The maximum relative error of a number that is rounded to bfloat16."""
 
 CANCELLED = 2.0**-10
-"""Factors are computed from at least this share of `A`."""
+"""The minimum fraction of `A` from which factors are computed."""
 
 CANCELLATION_LIMIT = 0.135
-"""The norm has lost digits if the root of what rounding may add exceeds this share of it."""
+"""Norms with a relative `cancellation_error` above this limit are computed from gradients."""
 
 
 def relative_error(count: int, unit: float) -> float:
-    """`g(count)`, the bound on the relative error of `count` roundings."""
+    """Returns `g(count)`, a bound on the relative error of `count` roundings."""
     return count * unit / (1 - count * unit) if count * unit < 0.5 else float("inf")
 
 
 def unit_roundoff(dtype: Any, is_half: bool = False) -> float:
-    """The unit roundoff of sums in `dtype`, float32 or float64.
+    """Returns the unit roundoff of sums in `dtype`, float32 or float64.
 
-    Matrix units truncate the sums of products of factors with 16 bits; others round to nearest.
+    `is_half` is True for 16-bit factors, because matrix units truncate the sums of their products.
+    Other sums are rounded to the nearest number.
     """
     eps = float(jnp.finfo(dtype).eps)
     return eps if is_half else eps / 2
 
 
 def additions(size: int, pieces: int) -> int:
-    """How many additions a term takes part in, for an inner product that is summed in pieces."""
+    """Returns the number of additions per term of an inner product that is summed in pieces."""
     return size // pieces + pieces - 1 + PRODUCT
 
 
 def pieces_of_inner(size: int) -> int:
-    """How many pieces to sum an inner product of this size in, so that few digits are lost."""
+    """Returns the number of pieces for which an inner product loses few digits."""
     numbers = [n for n in (1, 2, 4, 8, 16, 32, 64) if size % n == 0]
     longest = size if size <= 4096 else 2048
     return next((n for n in numbers if size <= longest * n), numbers[-1])
 
 
 def pieces(positions: int, size: int) -> int:
-    """How many pieces to add up products over positions in, so that an ordinary example loses none.
+    """Returns the number of pieces for which a sum over positions loses no digits.
 
-    The norm of an ordinary example is about `A / sqrt(T)`. The pieces must divide `size`.
+    It assumes ordinary examples, with norms of about `A / sqrt(T)`. The number divides `size`.
     """
     for number in (1, 2, 4, 8, 16, 32, 64):
         lost = (positions / number + number) * math.sqrt(positions) * 2.0**-24

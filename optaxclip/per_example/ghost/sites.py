@@ -1,7 +1,8 @@
-"""Brings the data and cotangents of all sites of a parameter into one form.
+"""The uses of parameters at sites, and the common form of their data and cotangents.
 
-The form is `[examples, groups, positions, entries]`: a parameter is `groups` matrices of
-`inputs x outputs` entries, each of which is used at all `positions`.
+In the common form, a parameter is `groups` matrices of `inputs x outputs` elements, which are used
+at all `positions`. Data and cotangents are `[B, G, T, E]`: examples, groups, positions and
+elements, with `K` elements (inputs) for data and `N` elements (outputs) for cotangents.
 """
 
 import dataclasses
@@ -14,17 +15,17 @@ from jax import Array, lax
 
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
-from optaxclip.per_example.ghost.interpreter import MatmulSite, ParamSlice, Program, ReshapeOp
+from optaxclip.per_example.ghost.interpreter import MatmulSite, ParamSlice, ReshapeOp
 
 
 class BackpropResult(NamedTuple):
     """The results of backpropagation for a batch.
 
     Attributes:
-      data: for each site, its data `[*loops, examples, ...]`.
-      cotangents: for each site, the cotangents of its output, `[*loops, examples, ...]`.
-      gradients: for some parameters, their gradients `[examples, ...]`.
-      outputs: the loss's outputs, with a leading axis of examples.
+      data: The data of all sites, `[*loops, examples, ...]`.
+      cotangents: The cotangents of the outputs of all sites, `[*loops, examples, ...]`.
+      gradients: The gradients of some parameters, `[examples, ...]`.
+      outputs: The outputs of the loss, with a leading example axis.
     """
 
     data: list[Array]
@@ -35,7 +36,7 @@ class BackpropResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ParamUse:
-    """The use of one parameter at one site, which has this number in the program."""
+    """A use of a parameter at the site with this number in the program."""
 
     number: int
     site: MatmulSite
@@ -43,26 +44,45 @@ class ParamUse:
 
     @property
     def loops(self) -> tuple[bool, ...]:
-        """For each loop around the site, whether it slices the parameter."""
+        """Flags of the surrounding loops, which are True if a loop slices the parameter."""
         return self.reference.loops
 
+    @property
+    def sliced_lengths(self) -> tuple[int, ...]:
+        """The lengths of the loops that slice the parameter."""
+        rows = zip(self.loops, self.site.lengths, strict=True)
+        return tuple(length for is_sliced, length in rows if is_sliced)
+
+    @property
+    def weights(self) -> Any:
+        """The type of the operand with the parameter."""
+        return self.site.eqn.invars[self.site.position].aval
+
+    @property
+    def product(self) -> primitives.Product:
+        """The axes of the matrix product."""
+        product = primitives.product(self.site.eqn, self.site.position)
+        if product is None:
+            raise AssertionError(f"{self.site.eqn} is not a product")
+        return product
+
+    @property
+    def output_axes(self) -> list[int]:
+        """The axes of the weights that are neither contracted nor batch axes."""
+        product = self.product
+        return _other_axes(self.weights.ndim, product.weight_sums + product.weight_batch)
+
     def operands(self, backward: BackpropResult) -> tuple[Array, Array]:
-        """Data and cotangents."""
+        """Returns data and cotangents, `[*loops, examples, ...]`."""
         return backward.data[self.number], backward.cotangents[self.number]
 
 
-def uses_of(program: Program, leaf: int) -> list[ParamUse]:
-    """All uses of a parameter."""
-    return [
-        ParamUse(number, site, reference)
-        for number, site in enumerate(program.sites)
-        for reference in site.references
-        if reference.leaf == leaf
-    ]
+def _other_axes(ndim: int, axes: Sequence[int]) -> list[int]:
+    return [axis for axis in range(ndim) if axis not in axes]
 
 
 class Sizes(NamedTuple):
-    """The sizes of the common form."""
+    """The sizes of the common form for one example."""
 
     groups: int
     positions: int
@@ -71,117 +91,103 @@ class Sizes(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """For a matrix product, which axes of data and cotangents are groups, positions and entries.
+    """The axes of data and cotangents of a matrix product in the common form.
 
-    In both arrays the axes of loops come first, then the axis of the examples.
+    In both arrays, the axes of loops are first, followed by the example axis.
     """
 
     data_groups: tuple[int, ...]
     data_positions: tuple[int, ...]
-    data_entries: tuple[int, ...]
+    data_elements: tuple[int, ...]
     groups: tuple[int, ...]
     positions: tuple[int, ...]
-    entries: tuple[int, ...]
+    elements: tuple[int, ...]
 
     @classmethod
     def create(cls, use: ParamUse) -> "Axes":
-        """The axes of a use; axes of entries are in the order of the parameter's axes."""
+        """Returns the axes of a use, with elements in the order of the axes of the parameter."""
         site, order = use.site, trace_transposes(use)[1]
-        axes = _product_at(use)
-        first, num_batch = len(use.loops) + 1, len(axes.data_batch)
-        free = _others(site.data.ndim, axes.data_sums + axes.data_batch)
-        own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
-        of_data, of_weights = num_batch, num_batch + len(free)
+        product, own = use.product, use.output_axes
+        first, num_batch = len(use.loops) + 1, len(product.data_batch)
+        free = _other_axes(site.data.ndim, product.data_sums + product.data_batch)
+        # The output of a `dot_general` is [*batch, *free axes of lhs, *free axes of rhs].
+        data_start, weight_start = num_batch, num_batch + len(free)
         if site.position == 0:
-            of_data, of_weights = num_batch + len(own), num_batch
-        rows = zip(axes.weight_sums, axes.data_sums, strict=True)
+            data_start, weight_start = num_batch + len(own), num_batch
+        rows = zip(product.weight_sums, product.data_sums, strict=True)
         sums = [i for _, i in sorted((order[w], i) for w, i in rows)]
         outputs = [i for _, i in sorted((order[w], i) for i, w in enumerate(own))]
         sliced = tuple(i for i, is_sliced in enumerate(use.loops) if is_sliced)
-        same = tuple(i for i, is_sliced in enumerate(use.loops) if not is_sliced)
+        unsliced = tuple(i for i, is_sliced in enumerate(use.loops) if not is_sliced)
         return cls(
-            (*sliced, *(first + i for i in axes.data_batch)),
-            (*same, *(first + i for i in free)),
+            (*sliced, *(first + i for i in product.data_batch)),
+            (*unsliced, *(first + i for i in free)),
             tuple(first + i for i in sums),
             (*sliced, *(first + i for i in range(num_batch))),
-            (*same, *(first + of_data + i for i in range(len(free)))),
-            tuple(first + of_weights + i for i in outputs),
+            (*unsliced, *(first + data_start + i for i in range(len(free)))),
+            tuple(first + weight_start + i for i in outputs),
         )
 
 
-def _product_at(use: ParamUse) -> primitives.Product:
-    found = primitives.product(use.site.eqn, use.site.position)
-    if found is None:
-        raise AssertionError(f"{use.site.eqn} is not a product")
-    return found
-
-
-def _weights(use: ParamUse) -> Any:
-    """The type of the operand that holds the parameter."""
-    return use.site.eqn.invars[use.site.position].aval
-
-
-def _others(ndim: int, axes: Sequence[int]) -> list[int]:
-    return [axis for axis in range(ndim) if axis not in axes]
-
-
 def slice_used(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
-    """The parts of data and cotangents that meet the parameter, if it is part of an operand."""
+    """Slices data and cotangents to the part of the parameter in a concatenated operand."""
     interval = use.reference.interval
     if interval is None:
         return x, d
-    axes, first = _product_at(use), len(use.loops) + 1
-
-    def part(x: Array, axis: int) -> Array:
-        end = interval.start + interval.size
-        return lax.slice_in_dim(x, interval.start, end, axis=first + axis)
-
-    if interval.axis in axes.weight_sums:
-        return part(x, axes.data_sums[axes.weight_sums.index(interval.axis)]), d
-    if interval.axis in axes.weight_batch:
-        number = axes.weight_batch.index(interval.axis)
-        return part(x, axes.data_batch[number]), part(d, number)
-    own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
-    # So many axes of the data are neither summed over nor batch axes.
-    free = use.site.data.ndim - len(axes.data_sums) - len(axes.data_batch)
-    before = len(axes.data_batch) + (free if use.site.position else 0)
-    return x, part(d, before + own.index(interval.axis))
+    product, first = use.product, len(use.loops) + 1
+    start, end = interval.start, interval.start + interval.size
+    if interval.axis in product.weight_sums:
+        axis = product.data_sums[product.weight_sums.index(interval.axis)]
+        return lax.slice_in_dim(x, start, end, axis=first + axis), d
+    if interval.axis in product.weight_batch:
+        number = product.weight_batch.index(interval.axis)
+        x = lax.slice_in_dim(x, start, end, axis=first + product.data_batch[number])
+        return x, lax.slice_in_dim(d, start, end, axis=first + number)
+    # The number of axes of the data that are neither contracted nor batch axes.
+    num_free = use.site.data.ndim - len(product.data_sums) - len(product.data_batch)
+    before = len(product.data_batch) + (num_free if use.site.position else 0)
+    axis = first + before + use.output_axes.index(interval.axis)
+    return x, lax.slice_in_dim(d, start, end, axis=axis)
 
 
 def to_matmul_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
-    """Data `[B, G, T, K]` and cotangents `[B, G, T, N]` of a product or a convolution."""
+    """Returns data `[B, G, T, K]` and cotangents `[B, G, T, N]` of a product or a convolution."""
     if use.site.kind == primitives.CONVOLUTION:
         return pairs_of_convolution(use, x, d)
     x, d = slice_used(use, x, d)
     axes, example = Axes.create(use), len(use.loops)
-    x = _arrange_bgte(x, example, axes.data_groups, axes.data_positions, axes.data_entries)
-    return x, _arrange_bgte(d, example, axes.groups, axes.positions, axes.entries)
+    x = _arrange_bgte(x, example, axes.data_groups, axes.data_positions, axes.data_elements)
+    return x, _arrange_bgte(d, example, axes.groups, axes.positions, axes.elements)
 
 
 def _arrange_bgte(
-    x: Array, example: int, groups: Sequence[int], positions: Sequence[int], entries: Sequence[int]
+    x: Array, example: int, groups: Sequence[int], positions: Sequence[int], elements: Sequence[int]
 ) -> Array:
-    """`x` in the form `[B, G, T, E]`, from the axes that are groups, positions and entries."""
-    sizes = [math.prod(x.shape[i] for i in axes) for axes in (groups, positions, entries)]
-    x = jnp.transpose(x, (example, *groups, *positions, *entries))
+    """Returns `x` as `[B, G, T, E]`, from the axes of these dimensions."""
+    sizes = [math.prod(x.shape[i] for i in axes) for axes in (groups, positions, elements)]
+    x = jnp.transpose(x, (example, *groups, *positions, *elements))
     return x.reshape(x.shape[0], *sizes)
 
 
 def pairs_of_convolution(
-    use: ParamUse, x: Array, d: Array, of_pixels: Callable[[Array], Array] = lambda x: x
+    use: ParamUse, x: Array, d: Array, map_pixels: Callable[[Array], Array] = lambda x: x
 ) -> tuple[Array, Array]:
-    """Data and cotangents, as from `pairs`, for a convolution.
+    """Returns data and cotangents of a convolution, as `to_matmul_form`.
 
-    `count_pixels` is taken of the pixels `[..., channels]` before they are put into patches.
+    `map_pixels` is applied to the pixels `[..., channels]` before they are copied into patches.
     """
-    eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]
+    eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]  # [*loops, B]
     groups = primitives.feature_groups(eqn)
+    # [*loops, B, *input] -> [any, n, *input positions, 1, channels]
     x = primitives.one_pixel_patches(eqn, x.reshape(-1, *x.shape[len(lead) :]))
-    x = primitives.patches(eqn, of_pixels(x))
+    x = primitives.patches(eqn, map_pixels(x))  # [any, n, *output positions, window, channels]
+    # [*loops, B, *output] -> [any, n, *output positions, features]
     d = primitives.outputs_of_convolution(eqn, d.reshape(-1, *d.shape[len(lead) :]))
+    # [*loops, B, T, window, G, channels] -> [*loops, B, G, T, window * channels]
     x = x.reshape(*lead, -1, x.shape[-2], groups, x.shape[-1] // groups)
     x = jnp.moveaxis(x, -2, len(lead))
     x = x.reshape(*x.shape[:-2], -1)
+    # [*loops, B, T, G, features] -> [*loops, B, G, T, features]
     d = d.reshape(*lead, -1, groups, d.shape[-1] // groups)
     d = jnp.moveaxis(d, -2, len(lead))
     axes = _loop_axes(use.loops)
@@ -189,28 +195,28 @@ def pairs_of_convolution(
 
 
 def _loop_axes(loops: tuple[bool, ...]) -> tuple[int, list[int], list[int], list[int]]:
-    """The axis of `B`, and the axes of groups, positions and entries in `[*loops, B, ...]`."""
+    """Returns the axes of `B`, `G`, `T` and `E` in `[*loops, B, G, T, E]`."""
     example = len(loops)
     sliced = [i for i, is_sliced in enumerate(loops) if is_sliced]
-    same = [i for i, is_sliced in enumerate(loops) if not is_sliced]
-    return example, [*sliced, example + 1], [*same, example + 2], [example + 3]
+    unsliced = [i for i, is_sliced in enumerate(loops) if not is_sliced]
+    return example, [*sliced, example + 1], [*unsliced, example + 2], [example + 3]
 
 
 def to_gather_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
-    """The row `[B, G, T]` of a table that each position takes, and cotangents `[B, G, T, N]`.
+    """Returns the row indices `[B, G, T]` of an embedding table, and cotangents `[B, G, T, N]`.
 
-    If a position takes no row, because its index is out of range, its row is the number of rows.
+    Indices out of range, which select no row, are replaced by the number of rows.
     """
-    count = _weights(use).shape[0]
+    count = use.weights.shape[0]
     drops = primitives.drops_outside(use.site.eqn)
-    lead = d.shape[: len(use.loops) + 1]
-    # The dtype of the indices may hold fewer numbers than the table has rows, or more than int32.
+    lead = d.shape[: len(use.loops) + 1]  # [*loops, B]
+    # The dtype of the indices may be too narrow for the rows of the table, or wider than int32.
     last = min(count - 1, int(jnp.iinfo(x.dtype).max))
     ids = jnp.clip(x, 0, last).astype(jnp.int32)
     if drops:
         ids = jnp.where((x >= 0) & (x <= last), ids, count)
-    ids = ids.reshape(*lead, 1, -1, 1)
-    d = d.reshape(*lead, 1, ids.shape[-2], math.prod(_weights(use).shape[1:]))
+    ids = ids.reshape(*lead, 1, -1, 1)  # [*loops, B, 1, T, 1]
+    d = d.reshape(*lead, 1, ids.shape[-2], math.prod(use.weights.shape[1:]))  # [*loops, B, 1, T, N]
     if drops:
         d = jnp.where(ids < count, d, jnp.zeros_like(d))
     axes = _loop_axes(use.loops)
@@ -218,39 +224,35 @@ def to_gather_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
 
 
 def sizes_of(use: ParamUse) -> Sizes:
-    """The sizes of a use in the common form, for one example."""
-    lengths = zip(use.loops, use.site.lengths, strict=True)
-    around = [math.prod(n for is_sliced, n in lengths if is_sliced), 1]
-    around[1] = math.prod(use.site.lengths) // max(around[0], 1)
-    data, output, weights = use.site.data, use.site.output, _weights(use)
+    """Returns the sizes of a use in the common form, for one example."""
+    num_sliced = math.prod(use.sliced_lengths)
+    num_unsliced = math.prod(use.site.lengths) // max(num_sliced, 1)
+    data, output, weights = use.site.data, use.site.output, use.weights
     if use.site.kind == primitives.GATHER:
-        each = (1, math.prod(data.shape[:-1]), 1, math.prod(weights.shape[1:]))
+        sizes = Sizes(1, math.prod(data.shape[:-1]), 1, math.prod(weights.shape[1:]))
     elif use.site.kind == primitives.CONVOLUTION:
         groups = primitives.feature_groups(use.site.eqn)
         features = output.shape[use.site.eqn.params["dimension_numbers"].out_spec[1]]
-        positions, outputs = output.size // max(features, 1), features // groups
-        each = (groups, positions, weights.size // max(features, 1), outputs)
+        positions, inputs = output.size // max(features, 1), weights.size // max(features, 1)
+        sizes = Sizes(groups, positions, inputs, features // groups)
     else:
-        each = _sizes_of_product(use)
-    return Sizes(each[0] * around[0], each[1] * around[1], *each[2:])
-
-
-def _sizes_of_product(use: ParamUse) -> tuple[int, int, int, int]:
-    axes, weights = _product_at(use), list(_weights(use).shape)
-    interval = use.reference.interval
-    if interval is not None:
-        weights[interval.axis] = interval.size
-    groups = math.prod(weights[i] for i in axes.weight_batch)
-    inputs = math.prod(weights[i] for i in axes.weight_sums)
-    outputs = math.prod(weights) // max(groups * inputs, 1)
-    used = axes.data_sums + axes.data_batch
-    positions = math.prod(use.site.data.shape[i] for i in _others(use.site.data.ndim, used))
-    return groups, positions, inputs, outputs
+        product, shape, interval = use.product, list(weights.shape), use.reference.interval
+        if interval is not None:
+            shape[interval.axis] = interval.size
+        groups = math.prod(shape[i] for i in product.weight_batch)
+        inputs = math.prod(shape[i] for i in product.weight_sums)
+        free = _other_axes(data.ndim, product.data_sums + product.data_batch)
+        positions = math.prod(data.shape[i] for i in free)
+        sizes = Sizes(groups, positions, inputs, math.prod(shape) // max(groups * inputs, 1))
+    # Loops that slice the parameter add groups, and other loops add positions.
+    return sizes._replace(
+        groups=sizes.groups * num_sliced, positions=sizes.positions * num_unsliced
+    )
 
 
 def trace_transposes(use: ParamUse) -> tuple[tuple[ReshapeOp, ...], tuple[int, ...]]:
-    """A reference's moves before its last transposes, and where each axis was before these."""
-    moves, order = use.reference.moves, tuple(range(_weights(use).ndim))
+    """Returns the moves before the last transposes, and the original positions of the axes."""
+    moves, order = use.reference.moves, tuple(range(use.weights.ndim))
     depth = sum(use.loops)
     while moves and primitives.name_of(moves[-1].eqn) == "transpose" and moves[-1].depth == depth:
         permutation = moves[-1].eqn.params["permutation"]
@@ -260,10 +262,12 @@ def trace_transposes(use: ParamUse) -> tuple[tuple[ReshapeOp, ...], tuple[int, .
 
 
 class Layout(NamedTuple):
-    """The layout of a use: uses of the same layout can be joined along their positions.
+    """The layout of a use. Uses of the same layout can be joined along their positions.
 
-    It tells the operation, the moves of the entries as text, and which axes of the parameter are
-    batch axes or meet the data.
+    Attributes:
+      kind: The name of the operation.
+      moves: The moves of the elements as text.
+      axes: The batch axes and contracted axes of the parameter, and the number of sliced loops.
     """
 
     kind: str
@@ -272,23 +276,27 @@ class Layout(NamedTuple):
 
 
 def layout(use: ParamUse) -> tuple[Layout, bool]:
-    """The layout of a use, and whether data and cotangents change places in it."""
+    """Returns the layout of a use, and `True` if data and cotangents are swapped in it."""
     kind, (moves, order) = use.site.kind, trace_transposes(use)
     if kind != primitives.DOT_GENERAL:
-        moves = use.reference.moves
-        around = (sum(use.loops), primitives.layout_of_kernel(use.site.eqn))
-        return Layout(kind, moves_key(moves), around), False
-    axes = _product_at(use)
-    own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
-    batch = tuple(order[i] for i in axes.weight_batch)
-    sides = [tuple(sorted(order[i] for i in side)) for side in (axes.weight_sums, own)]
-    is_flipped = sides[0] > sides[1]
-    around = (sum(use.loops), batch, *sorted(sides))
-    return Layout(kind, moves_key(moves), around), is_flipped
+        moves, kernel, eqn = use.reference.moves, (), use.site.eqn
+        if kind == primitives.CONVOLUTION:
+            numbers = eqn.params["dimension_numbers"]
+            kernel = (tuple(numbers.rhs_spec), primitives.feature_groups(eqn))
+        axes = (sum(use.loops), kernel)
+        return Layout(kind, moves_key(moves), axes), False
+    product = use.product
+    batch = tuple(order[i] for i in product.weight_batch)
+    # The product with the transposed parameter has the same layout with swapped sides.
+    inputs, outputs = (
+        tuple(sorted(order[i] for i in side)) for side in (product.weight_sums, use.output_axes)
+    )
+    axes = (sum(use.loops), batch, *sorted([inputs, outputs]))
+    return Layout(kind, moves_key(moves), axes), inputs > outputs
 
 
 def moves_key(moves: Sequence[ReshapeOp]) -> tuple[str, ...]:
-    """Moves as text; moves that do the same have the same text."""
+    """Returns moves as text, which is the same for equal moves."""
     return tuple(
         f"{move.depth} {move.eqn.primitive.name} {sorted(move.eqn.params.items(), key=str)} "
         f"{move.output} {move.eqn.invars[0].aval.shape}"
@@ -297,36 +305,35 @@ def moves_key(moves: Sequence[ReshapeOp]) -> tuple[str, ...]:
 
 
 def are_disjoint(use: ParamUse, other: ParamUse) -> bool:
-    """Whether two uses certainly use different entries of the parameter."""
-    both = list(zip(use.reference.moves, other.reference.moves, strict=False))
-    for move, another in both:
-        if moves_key([move]) == moves_key([another]):
+    """Returns `True` if two uses are known to use different elements of the parameter."""
+    pairs = list(zip(use.reference.moves, other.reference.moves, strict=False))
+    for move, other_move in pairs:
+        if moves_key([move]) == moves_key([other_move]):
             continue
-        intervals = [primitives.slice_intervals(x.eqn, x.output) for x in (move, another)]
-        if None in intervals or move.depth != another.depth:
+        intervals = [primitives.slice_intervals(x.eqn, x.output) for x in (move, other_move)]
+        if None in intervals or move.depth != other_move.depth:
             return False
-        # Both slice one array: the parameter, moved in the same way.
+        # Both are slices of the same array, because all previous moves are equal.
         rows = zip(*intervals, strict=True)
         return any(a[1] <= b[0] or b[1] <= a[0] for a, b in rows)
     return False
 
 
 def order_of_sum(use: ParamUse) -> list[int]:
-    """The transposition of a `dot_general` over data and cotangents to the parameter's axes.
+    """Returns the permutation from the output of a product to the axes of the parameter.
 
-    The result of that `dot_general` has the axes of sliced loops, then the batch axes, then the
-    other axes of the data and of the cotangents, each in their own order.
+    The output of the `dot_general` of data and cotangents has the axes of sliced loops, then the
+    batch axes, then the other axes of the data and of the cotangents, in their order.
     """
-    axes, sliced = _product_at(use), sum(use.loops)
-    by_data = sorted(zip(axes.data_sums, axes.weight_sums, strict=True))
-    own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
-    labels = [*axes.weight_batch, *(w for _, w in by_data), *own]
-    places = sorted(range(len(labels)), key=labels.__getitem__)
-    return [*range(sliced), *(sliced + place for place in places)]
+    product, num_sliced = use.product, sum(use.loops)
+    by_data = sorted(zip(product.data_sums, product.weight_sums, strict=True))
+    labels = [*product.weight_batch, *(w for _, w in by_data), *use.output_axes]
+    positions = sorted(range(len(labels)), key=labels.__getitem__)
+    return [*range(num_sliced), *(num_sliced + position for position in positions)]
 
 
 class BlockSplit(NamedTuple):
-    """The pieces in which a sum over an axis is added up, and the additions of a term."""
+    """The pieces of a sum along an axis, and the number of additions per term."""
 
     axis: int
     pieces: int
@@ -334,12 +341,13 @@ class BlockSplit(NamedTuple):
 
 
 def block_split(use: ParamUse) -> BlockSplit:
-    """The pieces into which the positions of a use are cut for its sum."""
+    """Returns the pieces into which the positions of a use are split for its sum."""
     positions = sizes_of(use).positions
     if use.site.kind != primitives.DOT_GENERAL:
         return BlockSplit(0, 1, positions)
     axes, sizes = Axes.create(use), (*use.site.lengths, 1, *use.site.data.shape)
     lengths = [sizes[axis] for axis in axes.data_positions]
-    found = [(rounding_bounds.pieces(positions, length), -i) for i, length in enumerate(lengths)]
-    pieces, axis = max(found, default=(1, 0))
+    # The first axis is used among axes with the same number of pieces.
+    options = [(rounding_bounds.pieces(positions, length), -i) for i, length in enumerate(lengths)]
+    pieces, axis = max(options, default=(1, 0))
     return BlockSplit(-axis, pieces, positions // pieces + pieces)

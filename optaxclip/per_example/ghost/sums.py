@@ -1,7 +1,8 @@
-"""Sums of a parameter's gradients over examples, each multiplied by its example's factor.
+"""Weighted sums of the gradients of a parameter over examples.
 
-They are products of data and cotangents, summed over the examples too, so no example's gradient is
-computed. The factor multiplies the smaller of data and cotangents.
+The sums are products of data and cotangents, contracted over the examples too. Therefore, no
+gradient of an example is computed. The factors of the examples multiply the smaller of data and
+cotangents.
 """
 
 import functools
@@ -30,7 +31,7 @@ from optaxclip.per_example.ghost.norms import (
 from optaxclip.per_example.ghost.sites import Axes, BackpropResult, ParamUse
 
 _LARGEST = 2.0**70
-"""Of data times cotangents times factors, if a convolution takes extreme examples."""
+"""The maximum of data times cotangents times factors for extreme examples of a convolution."""
 
 
 def compute_weighted_sum(
@@ -41,224 +42,229 @@ def compute_weighted_sum(
     *,
     are_ordinary: bool,
 ) -> Array:
-    """The sum of a parameter's gradients times their multipliers, `[examples]`.
+    """Sums the gradients of a parameter times their multipliers `[examples]`.
 
-    If a ratio is 0, the example adds nothing, even if it is not finite. Of ordinary examples all
-    data, cotangents, and their products with their factors are known to be in range.
+    Args:
+      leaf: The type of the parameter.
+      parts: The terms of the parameter.
+      backward: The data and cotangents.
+      by: The multipliers. If a ratio is 0, nothing is added, even if the example is non-finite.
+      are_ordinary: True if all data, cotangents and their products with factors are in range.
     """
     dtype, total = sum_dtype(leaf.dtype), None
     for use, _ in (use for part in parts for use in part.uses):
-        found = _sum(use, *use.operands(backward), by, dtype, are_ordinary)
-        found = _scatter_into_leaf(use, found, leaf.shape)
-        total = found if total is None else total + found
+        used = _sum_use(use, *use.operands(backward), by, dtype, are_ordinary)
+        used = _scatter_into_leaf(use, used, leaf.shape)  # [*sliced loops, *operand] -> [*leaf]
+        total = used if total is None else total + used
     return jnp.zeros(leaf.shape, dtype) if total is None else total
 
 
-def _sum(
+def _sum_use(
     use: ParamUse, x: Array, d: Array, by: Multiplier, dtype: Any, are_ordinary: bool
 ) -> Array:
+    """Sums the gradients of one use, `[*sliced loops, *operand]`."""
     example, kind = len(use.loops), use.site.kind
     if kind == primitives.GATHER:
-        return _sum_of_rows(use, x, _scale_cotangents(d, by, example, dtype))
+        return _sum_rows(use, x, _scale_examples(d, by, example, dtype))
     is_product = kind == primitives.DOT_GENERAL
     if is_product:
         x, d = sites.slice_used(use, x, d)
-    # The array that is multiplied is written again in a wider dtype, so the smaller one is taken.
-    is_of_data = x.size < d.size
-    smaller, larger = (x, d) if is_of_data else (d, x)
+    # The smaller array is scaled because the scaled array is written in a wider dtype.
+    is_data_scaled = x.size < d.size
+    smaller, larger = (x, d) if is_data_scaled else (d, x)  # [*loops, examples, ...]
     if not are_ordinary:
-        smaller, larger, by = _rescale_operands(use, smaller, larger, is_of_data, by, dtype)
-    smaller = _scale_cotangents(smaller, by, example, dtype)
-    x, d = (smaller, larger) if is_of_data else (larger, smaller)
+        smaller, larger, by = _rescale_operands(use, smaller, larger, is_data_scaled, by, dtype)
+    smaller = _scale_examples(smaller, by, example, dtype)
+    x, d = (smaller, larger) if is_data_scaled else (larger, smaller)
     if is_product:
         return _sum_products(use, x, d, dtype, summed=True)
     return _sum_kernels(use, x.astype(dtype), d.astype(dtype))
 
 
 def _rescale_operands(
-    use: ParamUse, smaller: Array, larger: Array, is_of_data: bool, by: Multiplier, dtype: Any
+    use: ParamUse, smaller: Array, larger: Array, is_data_scaled: bool, by: Multiplier, dtype: Any
 ) -> tuple[Array, Array, Multiplier]:
-    """Data and cotangents whose products with the factors stay in range.
+    """Rescales data and cotangents so their products with the factors stay in range.
 
-    At each position of a product, or for each example of a convolution, the larger array is divided
-    by a power of two near its largest entry, and the smaller array is multiplied by it. The larger
-    one has zeros for examples that add nothing, because these may hold NaN.
+    The larger array is divided by a power of two near its largest element, and the smaller array is
+    multiplied by it: for every position of a product, or every example of a convolution. The larger
+    array is 0 for examples that are not added, because they may contain NaN.
     """
     example = len(use.loops)
+    # The axes of data and cotangents that have separate powers.
     pairs = [(example, example)]
     if use.site.kind == primitives.DOT_GENERAL:
         axes = Axes.create(use)
         pairs += zip(axes.data_groups, axes.groups, strict=True)
         pairs += zip(axes.data_positions, axes.positions, strict=True)
-    to, of = zip(*sorted(pair if is_of_data else pair[::-1] for pair in pairs), strict=True)
-    others = [
-        [axis for axis in range(x.ndim) if axis not in kept]
-        for x, kept in ((smaller, to), (larger, of))
-    ]
-    power = floor_pow2(jnp.max(jnp.abs(larger), others[1]).astype(dtype))
+    pairs = sorted(pair if is_data_scaled else pair[::-1] for pair in pairs)
+    smaller_kept, larger_kept = zip(*pairs, strict=True)
+    smaller_axes = [axis for axis in range(smaller.ndim) if axis not in smaller_kept]
+    larger_axes = [axis for axis in range(larger.ndim) if axis not in larger_kept]
+    power = floor_pow2(jnp.max(jnp.abs(larger), larger_axes).astype(dtype))  # [*larger_kept]
     ratio = _expand_like(by.ratio, larger, example)
-    found = larger.astype(dtype) * lax.expand_dims(reciprocal_pow2(power), others[1])
-    found = jnp.where(ratio == 0, ratio.astype(dtype), found)
-    # A product with a power of two is exact.
-    larger = found.astype(larger.dtype) if larger.dtype == jnp.bfloat16 else found
-    power = jnp.transpose(power, [sorted(of).index(axis) for axis in of])
-    power = lax.expand_dims(power, others[0])
+    scaled = larger.astype(dtype) * lax.expand_dims(reciprocal_pow2(power), larger_axes)
+    scaled = jnp.where(ratio == 0, ratio.astype(dtype), scaled)
+    # The cast is exact because the elements were multiplied by a power of two.
+    larger = scaled.astype(larger.dtype) if larger.dtype == jnp.bfloat16 else scaled
+    # [*larger_kept] -> [*smaller_kept]
+    power = jnp.transpose(power, [sorted(larger_kept).index(axis) for axis in larger_kept])
+    power = lax.expand_dims(power, smaller_axes)
     smaller = smaller.astype(dtype) * power
     if use.site.kind == primitives.CONVOLUTION:
-        # The largest numbers may meet only zeros: what they would make of others is held in range.
-        most = _LARGEST / (jnp.max(jnp.abs(smaller), others[0]) * by.power)
+        # The largest elements may only be multiplied by zeros. The products with other elements
+        # must still be in range.
+        most = _LARGEST / (jnp.max(jnp.abs(smaller), smaller_axes) * by.power)  # [examples]
         by = by._replace(ratio=jnp.where(by.ratio > most, most, by.ratio))
     return smaller, larger, by
 
 
 def gradients_of_examples(leaf: Any, parts: Sequence[NormTerm], backward: BackpropResult) -> Array:
-    """The gradient of each example, `[examples, *parameter]`, from products and convolutions."""
+    """Computes the gradients of examples, `[examples, *leaf]`, of products and convolutions."""
     dtype, totals = sum_dtype(leaf.dtype), []
     for use, _ in (use for part in parts for use in part.uses):
         x, d = use.operands(backward)
         if use.site.kind == primitives.DOT_GENERAL:
-            found = _sum_products(use, *sites.slice_used(use, x, d), dtype, summed=False)
+            used = _sum_products(use, *sites.slice_used(use, x, d), dtype, summed=False)
         else:
-            found = _kernels(use, x, d, dtype)
-        totals.append(jax.vmap(lambda x, use=use: _scatter_into_leaf(use, x, leaf.shape))(found))
+            used = _compute_kernels(use, x, d, dtype)
+        # [examples, *sliced loops, *operand] -> [examples, *leaf]
+        totals.append(jax.vmap(lambda x, use=use: _scatter_into_leaf(use, x, leaf.shape))(used))
     return functools.reduce(jnp.add, totals)
 
 
-def _scatter_into_leaf(use: ParamUse, found: Array, shape: tuple[int, ...]) -> Array:
-    """A gradient of the used entries, put where these entries lie in the parameter."""
+def _scatter_into_leaf(use: ParamUse, gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Moves the gradient of the used elements to their positions in the parameter."""
     if not use.reference.moves:
-        return found.reshape(shape)
-    return _apply_transpose(use.reference.apply, shape, found)
+        return gradient.reshape(shape)
+    return _apply_transpose(use.reference.apply, shape, gradient)
 
 
-def _scale_cotangents(d: Array, by: Multiplier, example: int, dtype: Any) -> Array:
-    ratio, power = (_expand_like(x.astype(dtype), d, example) for x in (by.ratio, by.power))
-    # Not a constant 0, for which XLA on a GPU (JAX 0.10.2) stores an array of zeros.
-    return jnp.where(ratio == 0, ratio, d.astype(dtype) * power * ratio)
+def _scale_examples(x: Array, by: Multiplier, example: int, dtype: Any) -> Array:
+    ratio, power = (_expand_like(v.astype(dtype), x, example) for v in (by.ratio, by.power))
+    # The zeros are not a constant, for which XLA on a GPU would store an array (as of JAX 0.10.2).
+    return jnp.where(ratio == 0, ratio, x.astype(dtype) * power * ratio)
 
 
 def _expand_like(x: Array, like: Array, example: int) -> Array:
-    """A number for each example, with axes of size 1, so that they broadcast to `like`."""
+    """Adds axes of size 1 to an array `[examples]`, up to the rank of `like`."""
     return lax.expand_dims(x, [axis for axis in range(like.ndim) if axis != example])
 
 
 def _sum_products(use: ParamUse, x: Array, d: Array, dtype: Any, *, summed: bool) -> Array:
-    """The sum `[*sliced loops, *operand]`, if the operand holds only the parameter.
+    """Multiplies data and cotangents, `[*sliced loops, *operand]`, without concatenations.
 
-    Unless the examples are `summed`, their axis comes first.
+    If `summed` is False, the result has a leading example axis.
     """
     axes, example = Axes.create(use), len(use.loops)
     over, kept = ((example,), ()) if summed else ((), (example,))
     positions = ((*over, *axes.data_positions), (*over, *axes.positions))
     groups = ((*kept, *axes.data_groups), (*kept, *axes.groups))
 
-    def product(x: Array, d: Array) -> Array:
+    def multiply(x: Array, d: Array) -> Array:
         x, d, options = exact_operands(x, d, dtype)
         return lax.dot_general(x, d, (positions, groups), **options)
 
-    in_parts = functools.partial(_product_in_parts, numbers=(positions, groups), dtype=dtype)
-
     def sum_product(x: Array, d: Array) -> Array:
         if {x.dtype, d.dtype} != {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-            return product(x, d)
-        return product_with_bfloat16(x, d, whole=product, in_parts=in_parts)
+            return multiply(x, d)
+        in_parts = functools.partial(_product_in_parts, numbers=(positions, groups), dtype=dtype)
+        return product_with_bfloat16(x, d, whole=multiply, in_parts=in_parts)
 
-    cut, at = sites.block_split(use), (example, example)
-    if cut.pieces > 1:
-        at = axes.data_positions[cut.axis], axes.positions[cut.axis]
-    found = sum_blocks(sum_product, (x, at[0]), (d, at[1]), cut.pieces)
+    split, block_axes = sites.block_split(use), (example, example)
+    if split.pieces > 1:
+        block_axes = axes.data_positions[split.axis], axes.positions[split.axis]
+    # [*kept, *sliced loops, *batch, *data elements, *cotangent elements]
+    total = sum_blocks(sum_product, (x, block_axes[0]), (d, block_axes[1]), split.pieces)
     order = [len(kept) + axis for axis in sites.order_of_sum(use)]
-    return jnp.transpose(found, [*range(len(kept)), *order])
+    return jnp.transpose(total, [*range(len(kept)), *order])
 
 
 def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
-    """`lax.dot_general` of a factor in bfloat16, and a float32 factor in two parts of bfloat16."""
-    over, groups = numbers
+    """Multiplies a bfloat16 factor by a float32 factor in two bfloat16 parts."""
+    contracted, batch = numbers
     is_wide = [v.dtype == jnp.float32 for v in (x, d)]
-    terms = math.prod(x.shape[axis] for axis in over[0])
-    free = [
+    num_terms = math.prod(x.shape[axis] for axis in contracted[0])
+    num_free = [
         math.prod(size for axis, size in enumerate(v.shape) if axis not in (*sums, *kept))
-        for v, sums, kept in zip((x, d), over, groups, strict=True)
+        for v, sums, kept in zip((x, d), contracted, batch, strict=True)
     ]
-    # Either the two parts are more terms of the sum, which writes the other factor twice; or they
-    # are columns beside each other, which writes the result twice.
-    are_terms = static_size_or_none(terms) is None or terms <= 4 * min(free)
-    both, axes = [], []
-    for v, flag, *own in zip((x, d), is_wide, over, groups, strict=True):
-        stacked = flag or are_terms
-        sums, kept = (tuple(axis + stacked for axis in some) for some in own)
-        both.append(split_float32_to_bfloat16(v) if flag else jnp.stack([v, v]) if stacked else v)
+    # If the parts are additional terms of the sum, the other factor is written twice. If they are
+    # additional columns, the result is written twice.
+    are_terms = static_size_or_none(num_terms) is None or num_terms <= 4 * min(num_free)
+    factors, axes = [], []
+    for v, flag, *own in zip((x, d), is_wide, contracted, batch, strict=True):
+        is_stacked = flag or are_terms
+        sums, kept = (tuple(axis + is_stacked for axis in group) for group in own)
+        # [...] -> [2, ...]
+        stacked = split_float32_to_bfloat16(v) if flag else jnp.stack([v, v]) if is_stacked else v
+        factors.append(stacked)
         axes.append(((0, *sums) if are_terms else sums, kept))
-    (over_x, groups_x), (over_d, groups_d) = axes
-    numbers = ((over_x, over_d), (groups_x, groups_d))
-    found = lax.dot_general(both[0], both[1], numbers, preferred_element_type=dtype)
-    before = len(groups_x) + (0 if is_wide[0] else x.ndim - len(over_x) - len(groups_x))
-    return found if are_terms else jnp.sum(found, before)
+    (sums_x, batch_x), (sums_d, batch_d) = axes
+    numbers = ((sums_x, sums_d), (batch_x, batch_d))
+    product = lax.dot_general(factors[0], factors[1], numbers, preferred_element_type=dtype)
+    # The axis of the parts is the first free axis of the wide factor.
+    axis = len(batch_x) + (0 if is_wide[0] else x.ndim - len(sums_x) - len(batch_x))
+    return product if are_terms else jnp.sum(product, axis)
 
 
 def split_float32_to_bfloat16(d: Array) -> Array:
-    """Two bfloat16 numbers for each float32 number, `[2, ...]`.
+    """Splits float32 numbers into two bfloat16 numbers, `[2, ...]`.
 
-    The relative error of their sum is at most `bounds.REST`.
+    The relative error of their sum is at most `rounding_bounds.OTHER_ERRORS`.
     """
     high = lax.reduce_precision(d, 8, 7)
     return jnp.stack([high, lax.reduce_precision(d - high, 8, 7)]).astype(jnp.bfloat16)
 
 
-def _kernels(use: ParamUse, x: Array, d: Array, dtype: Any) -> Array:
-    """Gradients `[examples, *sliced loops, *kernel]`, from products with the patches of the input.
+def _compute_kernels(use: ParamUse, x: Array, d: Array, dtype: Any) -> Array:
+    """Computes gradients `[examples, *sliced loops, *kernel]` from products with patches.
 
-    A convolution by XLA for each example would move twice the bytes on a GPU, as many on a TPU, and
-    more on a CPU.
+    A convolution of XLA per example would move twice the bytes on a GPU, the same number on a TPU,
+    and more on a CPU.
     """
     example = len(use.loops)
 
-    def sum_chunk(both: Any) -> Array:
-        x, d = sites.to_matmul_form(use, *(jnp.moveaxis(v, 0, example) for v in both))
-        return einsum("bgtk,bgtn->bgkn", x, d, dtype)
+    def multiply_chunk(operands: Any) -> Array:
+        x, d = sites.to_matmul_form(use, *(jnp.moveaxis(v, 0, example) for v in operands))
+        return einsum("bgtk,bgtn->bgkn", x, d, dtype)  # [B, G, K, N]
 
     groups, positions, inputs, _ = sites.sizes_of(use)
-    operands = [jnp.moveaxis(v, example, 0) for v in (x, d)]
-    found = map_chunks(sum_chunk, operands, groups * positions * inputs * x.dtype.itemsize)
-    found = found.reshape(found.shape[0], *_loop_lengths(use), -1, *found.shape[-2:])
-    return primitives.reshape_to_kernel(use.site.eqn, found)
+    operands = [jnp.moveaxis(v, example, 0) for v in (x, d)]  # [examples, *loops, ...]
+    products = map_chunks(multiply_chunk, operands, groups * positions * inputs * x.dtype.itemsize)
+    # [examples, *sliced loops, feature groups, K, N]
+    products = products.reshape(products.shape[0], *use.sliced_lengths, -1, *products.shape[-2:])
+    return primitives.reshape_to_kernel(use.site.eqn, products)
 
 
 def _sum_kernels(use: ParamUse, x: Array, d: Array) -> Array:
+    """Sums gradients `[*sliced loops, *kernel]` with the transpose of the convolution."""
     eqn = use.site.eqn
 
-    def sum_kernel(kernel: Array) -> Array:
-        def fn(x: Array, kernel: Array) -> Array:
-            return primitives.convolve(eqn, x, kernel, x.dtype)
-
-        fn = jax.vmap(fn, (0, None))
+    def convolve_examples(kernel: Array) -> Array:
+        fn = jax.vmap(functools.partial(primitives.convolve, eqn, dtype=x.dtype), (0, None))
         for is_sliced in reversed(use.loops):
             fn = jax.vmap(fn, (0, 0 if is_sliced else None))
         return fn(x, kernel)
 
-    return _apply_transpose(sum_kernel, (*_loop_lengths(use), *eqn.invars[1].aval.shape), d)
-
-
-def _loop_lengths(use: ParamUse) -> tuple[int, ...]:
-    """The lengths of the loops that slice the parameter."""
-    lengths = zip(use.loops, use.site.lengths, strict=True)
-    return tuple(length for is_sliced, length in lengths if is_sliced)
+    return _apply_transpose(convolve_examples, (*use.sliced_lengths, *eqn.invars[1].aval.shape), d)
 
 
 def _apply_transpose(fn: Callable[[Array], Array], shape: Sequence[int], cotangent: Array) -> Array:
-    """The transpose of a linear function of an array of this shape."""
-    # Not `jax.linear_transpose`, which loses the mesh in types (JAX 0.10.2).
+    """Applies the transpose of a linear function of arrays of this shape."""
+    # `jax.linear_transpose` would lose the mesh in types (as of JAX 0.10.2).
     (zeros,) = meshes.pvary_like([cotangent], [jnp.zeros(shape, cotangent.dtype)])
     return jax.vjp(fn, zeros)[1](cotangent)[0]
 
 
-def _sum_of_rows(use: ParamUse, x: Array, d: Array) -> Array:
-    """The sum `[*sliced loops, rows, ...]`, from one addition of all rows."""
-    ids, d = sites.to_gather_form(use, x, d)
-    count, *entries = use.site.eqn.invars[0].aval.shape
-    around = _loop_lengths(use)
-    rows = math.prod(around) * count
-    first = count * jnp.arange(ids.shape[1], dtype=ids.dtype)[None, :, None]
-    at = jnp.where(ids < count, ids + first, rows).reshape(-1)
-    table = jnp.zeros((rows, d.shape[-1]), d.dtype)
-    return table.at[at].add(d.reshape(at.size, -1), mode="drop").reshape(*around, count, *entries)
+def _sum_rows(use: ParamUse, x: Array, d: Array) -> Array:
+    """Sums rows to `[*sliced loops, rows, ...]` with a single scatter-add."""
+    ids, d = sites.to_gather_form(use, x, d)  # i32[B, G, T], [B, G, T, N]
+    count, *row_shape = use.site.eqn.invars[0].aval.shape
+    num_rows = math.prod(use.sliced_lengths) * count
+    # The tables of all groups are concatenated. Dropped rows have an index out of range.
+    first = count * jnp.arange(ids.shape[1], dtype=ids.dtype)[None, :, None]  # i32[1, G, 1]
+    indices = jnp.where(ids < count, ids + first, num_rows).reshape(-1)  # i32[B * G * T]
+    table = jnp.zeros((num_rows, d.shape[-1]), d.dtype)  # [rows, N]
+    table = table.at[indices].add(d.reshape(indices.size, -1), mode="drop")
+    return table.reshape(*use.sliced_lengths, count, *row_shape)

@@ -9,7 +9,7 @@ import pytest
 from cases import slow_unless
 from small_losses import planned, squares
 
-import optaxclip.per_example.ghost.plan as plan_lib
+import optaxclip.per_example.ghost.clip as clip_lib
 import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip.per_example.ghost.norms import Estimate
@@ -91,7 +91,7 @@ def estimate(loss, shape, data, cotangents):
         return found, found.bound
 
     found = jax.jit(run)(data, cotangents)
-    return part.way, *jax.tree.map(lambda x: np.asarray(x, np.longdouble), found)
+    return part.method, *jax.tree.map(lambda x: np.asarray(x, np.longdouble), found)
 
 
 def norms(x):
@@ -220,8 +220,8 @@ def slack_of(way, positions, inputs, outputs, dtype=jnp.float32, uses=1):
         for shape in shapes
     ]
     _, plan = planned(loss, {"w": jax.ShapeDtypeStruct((inputs, outputs), dtype)}, *batch)
-    assert plan.parts[0][0].way == way
-    return plan_lib._bound(plan, (0, 0), Estimate(0, 0, 0, 1))
+    assert plan.parts[0][0].method == way
+    return clip_lib._bound_term(plan, (0, 0), Estimate(0, 0, 0, 1))
 
 
 def test_norms_leave_room_for_the_rounding_of_the_sum():

@@ -14,8 +14,9 @@ from small_losses import CASES, planned
 
 import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
 from optaxclip._engine.scale import Multiplier
+from optaxclip.per_example.ghost.clip import Norms
 from optaxclip.per_example.ghost.norms import _sum_rows_first
-from optaxclip.per_example.ghost.plan import Norms, add_materialized_gradients, differentiate
+from optaxclip.per_example.ghost.plan import add_direct_gradients, differentiate
 from optaxclip.per_example.ghost.sites import BackpropResult
 from optaxclip.per_example.ghost.sums import _product_in_parts, split_float32_to_bfloat16
 from optaxclip.scopes import tree
@@ -47,7 +48,7 @@ def own_products(loss, params, batch):
     def norms_and_sums(backward, by):
         norms = Norms.create(plan, backward, grouping, jnp.zeros(call.examples, bool))
         sums = [norms.sum_weighted([by], are_ordinary=flag) for flag in (False, True)]
-        return norms.recompute_exact() if norms.lost else norms.upper, sums
+        return norms.recompute_exact() if norms.needs_exact else norms.upper, sums
 
     by = Multiplier(*[jax.ShapeDtypeStruct((call.examples,), jnp.float32)] * 2)
     program = jax.make_jaxpr(norms_and_sums)(backward, by)
@@ -113,7 +114,7 @@ def test_gradients_are_kept_in_bfloat16_if_the_parameter_has_it(dtype):
     call, plan = planned(loss, params, *batch)
 
     def gradients(measured, batch):
-        return add_materialized_gradients(plan, differentiate(plan, measured, batch)).gradients
+        return add_direct_gradients(plan, differentiate(plan, measured, batch)).gradients
 
     (found,) = jax.eval_shape(gradients, call.params.inexact_leaves(), batch).values()
     assert found.dtype == (jnp.bfloat16 if dtype == "bfloat16" else jnp.float32)
@@ -127,7 +128,7 @@ def test_norms_and_sums_read_the_same_numbers(name):
     call, plan = planned(loss, params, *batch)
 
     def numbers(measured, batch):
-        found = add_materialized_gradients(plan, differentiate(plan, measured, batch))
+        found = add_direct_gradients(plan, differentiate(plan, measured, batch))
         return found.data, found.cotangents, found.gradients
 
     jaxpr = jax.make_jaxpr(numbers)(call.params.inexact_leaves(), batch).jaxpr

@@ -77,7 +77,7 @@ def test_how_parameters_are_measured(name):
     call, plan = planned(loss, params, *batch)
     found = {}
     for i, leaf in enumerate(call.params.names()):
-        parts = {part.way for part in plan.parts[i]}
+        parts = {part.method for part in plan.parts[i]}
         found[leaf] = "dense" if i in plan.materialized else parts.pop() if parts else "unused"
         assert not parts
     assert found == ways
