@@ -27,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.numerics import custom_jvp, divide_no_nan
+from optaxclip._base.derivatives import custom_jvp
+from optaxclip._base.numerics import divide_no_nan
 from optaxclip._base.validation import check_called, validate_call
 
 Response: TypeAlias = Callable[[Array, Array, Array], Array]

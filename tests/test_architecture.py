@@ -137,7 +137,7 @@ def test_derivatives_of_our_own_hold_inside_loops():
     }
     # The taps are differentiated inside of loops in `test_ghost_options.py`.
     allowed = {
-        ("_base.numerics", "jax.custom_jvp"),
+        ("_base.derivatives", "jax.custom_jvp"),
         ("per_example.ghost.interpreter", "jax.custom_vjp"),
     }
     assert {(name, of_jax) for name, of_jax in used if of_jax in jax_names} == allowed

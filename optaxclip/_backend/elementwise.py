@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._backend.kernels as kernels
-from optaxclip._base.numerics import cast_elements, custom_jvp, map_real_imag, multiply
+from optaxclip._base.derivatives import custom_jvp
+from optaxclip._base.numerics import cast_elements, map_real_imag, multiply
 from optaxclip._base.trees import is_sparse, replace_values
 
 

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
-from optaxclip._base.numerics import cast_elements, custom_jvp, static_size_or_none
+from optaxclip._base.derivatives import custom_jvp
+from optaxclip._base.numerics import cast_elements, static_size_or_none
 from optaxclip.norms import Norm, l2
 
 _MAX_FOLDED_COLUMNS = 1536

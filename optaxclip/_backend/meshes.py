@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optaxclip._base.numerics import custom_jvp
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.types import PyTree
 
 try:

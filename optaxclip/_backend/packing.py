@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optaxclip._base.numerics import custom_jvp, promote_dtypes, static_size_or_none
+from optaxclip._base.derivatives import custom_jvp
+from optaxclip._base.numerics import promote_dtypes, static_size_or_none
 from optaxclip._base.trees import Grouping
 from optaxclip._base.types import NormTree
 

@@ -27,10 +27,10 @@ from optaxclip._backend.elementwise import (
     scale_by_real,
     select_keep_subnormals,
 )
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     cast_elements,
     clamp_pow2,
-    custom_jvp,
     expand_dims_at,
     floor_pow2,
     floor_pow2_unclamped,

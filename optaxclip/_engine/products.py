@@ -18,8 +18,8 @@ from jax import Array, lax
 
 import optaxclip._backend.reductions as reductions
 from optaxclip._backend.elementwise import pair_values, scale_by_real
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
-    custom_jvp,
     divide_no_nan,
     expand_dims_at,
     floor_pow2,

@@ -21,9 +21,9 @@ from optaxclip._backend.elementwise import (
     scale_and_round,
     select_keep_subnormals,
 )
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
-    custom_jvp,
     expand_dims_at,
     floor_pow2_unclamped,
     map_real_imag,

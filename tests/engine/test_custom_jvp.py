@@ -7,7 +7,7 @@ import pytest
 from cases import slow_unless
 from jax import P, lax
 
-from optaxclip._base.numerics import custom_jvp
+from optaxclip._base.derivatives import custom_jvp
 
 
 @custom_jvp()
