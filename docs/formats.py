@@ -1,10 +1,10 @@
-"""The picture and the figures of "Do my numbers fit?": a transformer in several number formats.
+"""Draws the picture of the page on low precision: a transformer in several formats.
 
   python docs/formats.py  # some minutes; `pictures.py` runs it too
 
-Weights, moments and updates are float32. In the loss the weights are converted, so activations and
-gradients have the format. For float8 only the weights and their gradients are rounded to it, and
-the products between them are bfloat16. All runs have the same seed.
+Weights, moments and updates are float32. The loss converts the weights, so activations and
+gradients have the format. For float8, only the weights and their gradients are rounded to it, and
+products are bfloat16. All runs have the same seed.
 """
 
 import functools
@@ -29,7 +29,7 @@ from optaxclip.plots.style import legend_below
 SIZE = text_model.Size(batch=8)
 STEPS, WARMUP, RATE = 300, 30, 3e-3
 GROWTH = 50
-"""After so many good steps the scale of the loss doubles; training is short."""
+"""The loss scale doubles after this many good steps, because training is short."""
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 
@@ -52,7 +52,7 @@ WAYS = {
 
 
 class Run(NamedTuple):
-    """What a run gave: the held-out loss, and the state with the histograms of the last step."""
+    """Stores the held-out loss, and the state with the last histograms."""
 
     loss: float
     state: Any
@@ -60,7 +60,7 @@ class Run(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def converted(x: Array, dtype: str) -> Array:
-    """A weight in a format; its gradient is rounded to it too."""
+    """Rounds a weight and its gradient to a format."""
     rounded = x.astype(dtype)
     return rounded.astype(jnp.bfloat16) if jnp.dtype(dtype) == FLOAT8 else rounded
 
@@ -72,7 +72,7 @@ converted.defvjp(
 
 
 def loss_fn(params: Params, tokens: Array, dtype: str) -> Array:
-    """As `text_model.loss_fn`; JAX's own attention is not there for float16 on a CPU."""
+    """Returns the loss; JAX's attention does not support float16 on CPUs (as of JAX 0.10.2)."""
     params = jax.tree.map(lambda x: converted(x, dtype), params)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = params["embedding"][inputs] + params["positions"][None]
@@ -95,7 +95,7 @@ def loss_fn(params: Params, tokens: Array, dtype: str) -> Array:
 
 
 def optimizer(way: Way) -> optax.GradientTransformation:
-    """AdamW behind a clip, with a histogram of the true gradients of the last step taken."""
+    """Returns AdamW with clipping and a histogram of the unscaled gradients."""
     rate = optax.warmup_cosine_decay_schedule(0.0, RATE, WARMUP, STEPS)
     chain = optax.chain(
         monitor.histogram(every=1),
@@ -110,7 +110,7 @@ def optimizer(way: Way) -> optax.GradientTransformation:
 
 
 def train(way: Way, text: text_model.Text) -> Run:
-    """One run."""
+    """Trains one run."""
     tx = optimizer(way)
 
     def step(carry: Any, key: Array) -> tuple[Any, None]:
@@ -134,10 +134,10 @@ def train(way: Way, text: text_model.Text) -> Run:
 
 
 def draw(path: Path, dpi: int) -> None:
-    """Trains in all formats, prints the page's figures, and draws the gradients in float32."""
+    """Trains in all formats, prints the table of the page, and draws float32 gradients."""
     text = text_model.read(SIZE)
     print(
-        "| format | held-out loss | gradients that are 0 | scale at the end | skipped |"
+        "| format | held-out loss | zero gradients | final loss scale | skipped steps |"
     )
     print("|---|---|---|---|---|")
     first = None
@@ -148,7 +148,7 @@ def draw(path: Path, dpi: int) -> None:
         zeros = sum(x.num_zero for x in rows) / sum(
             x.num_zero + x.counts.sum() for x in rows
         )
-        cells = [f"{run.loss:.2f}", f"{100 * zeros:.1f} %"]
+        cells = [f"{run.loss:.2f}", f"{100 * zeros:.1f}%"]
         if way.is_scaled:
             log = monitor.scalars(run.state)
             scale, skipped = (

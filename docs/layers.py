@@ -1,4 +1,4 @@
-"""The pictures of "Which layer is it?": a network on text, of which one layer gets noise."""
+"""Draws the pictures of the page on layers: a text model with noise in one layer."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from optaxclip import monitor, plots, scopes
 CONTEXT, WIDTH, HIDDEN, BLOCKS = 12, 32, 128, 6
 SIZE, STEPS, LEARNING_RATE, THRESHOLD = 128, 600, 0.03, 1.0
 WRONG, BEGIN, NOISE = 3, 200, 20.0
-"""From step `BEGIN` on the gradients of block `WRONG` have noise of `NOISE` times their size."""
+"""From step `BEGIN`, block `WRONG` has gradient noise of `NOISE` times their size."""
 STACKED = ("up", "down")
 LATEST, MEAN = 50, 10
 Params = dict[str, Array]
@@ -47,7 +47,7 @@ def initial(key: Array) -> Params:
 
 
 def loss_fn(params: Params, windows: Array) -> Array:
-    """How well each window's last character is told from those before it."""
+    """Returns the loss for the last characters of windows."""
     x = params["embed"][windows[:, :-1]].reshape(len(windows), -1) @ params["enter"]
 
     def block(x: Array, weights: tuple[Array, Array]) -> tuple[Array, None]:
@@ -66,7 +66,7 @@ def _normalized(x: Array) -> Array:
 
 
 def with_noise(grads: Params, step: Array) -> Params:
-    """The gradients, from some step on with noise in one block, many times their size."""
+    """Adds noise to the gradients of one block from step `BEGIN`."""
     is_bad = (jnp.arange(BLOCKS) == WRONG)[:, None, None] & (step >= BEGIN)
 
     def noisy(name: str) -> Array:
@@ -80,7 +80,7 @@ def with_noise(grads: Params, step: Array) -> Params:
 
 
 def train(text: Array, seed: int, *, wrong: bool) -> tuple[np.ndarray, Any]:
-    """The losses, and the optimizer's state at the end."""
+    """Returns the losses and the final optimizer state."""
     tx = optax.chain(
         monitor.record(
             STEPS,
@@ -110,10 +110,10 @@ def train(text: Array, seed: int, *, wrong: bool) -> tuple[np.ndarray, Any]:
 
 
 def draw(folder: Path, look: Any, dpi: int, text: str, seed: int) -> None:
-    """Draws what a log has of both runs, and what a record has of the wrong one."""
+    """Draws losses and norms of both runs, and the recorded norms of the faulty run."""
     learned = jnp.asarray(encode(text).train)
     runs = {
-        "all well": train(learned, seed, wrong=False),
+        "no noise": train(learned, seed, wrong=False),
         "noise in one block": train(learned, seed, wrong=True),
     }
     for name, (losses, state) in runs.items():
@@ -124,9 +124,9 @@ def draw(folder: Path, look: Any, dpi: int, text: str, seed: int) -> None:
             f"{names[i]} {shares[i]:.2f}" for i in np.argsort(-shares)[:3]
         )
         print(
-            f"{name}: loss {losses[-LATEST:].mean():.3f} at the end, norm {norms[-1]:.2f} of"
+            f"{name}: final loss {losses[-LATEST:].mean():.3f}, norm {norms[-1]:.2f}"
         )
-        print(f"  which most have {largest}")
+        print(f"  largest shares: {largest}")
     with mpl.rc_context(look):
         _draw_log(folder / "layers_log.png", runs, dpi)
         _draw_record(folder / "layers.png", runs["noise in one block"][1], dpi)

@@ -24,6 +24,7 @@ BESIDE = (
     "benchmarks/measured/gpu_norms.csv",
     "benchmarks/measured/scale_cpu.csv",
     "benchmarks/research/README.md",
+    "benchmarks/research/recommended.md",
 )
 """Pages and data of the site that are not in `docs/`; notebooks are in the same places as here."""
 

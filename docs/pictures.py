@@ -1,11 +1,11 @@
-"""Draws the pictures of `docs/`, most of them from runs.
+"""Draws the pictures of `docs/`.
 
   python docs/pictures.py
 
-It takes some minutes on two cores, and prints what the pages say of the pictures: the demo's table,
-the suggestion, the sweep. The numbers repeat on one machine. Another machine rounds differently,
-and exploding gradients amplify any difference. `batch.png`, `example.png` and `recovery.png` are of
-the programs in commit 90f72813.
+It takes some minutes on two cores, and prints the figures of the pages: the table of the demo, the
+suggestion and the sweep. The numbers are reproducible on one machine. Other machines round
+differently, and exploding gradients amplify the differences. The programs of `batch.png`,
+`example.png` and `recovery.png` are in commit 90f72813.
 """
 
 import sys
@@ -36,15 +36,15 @@ DOCS = Path(__file__).parent
 STEPS, SEED = 600, 0
 SWEEP_STEPS = 200
 THRESHOLDS = np.geomspace(0.03, 1000.0, 10).round(3).tolist()
-# In points and inches: on a phone, where a picture has 350 pixels, letters have 11. Two axes beside
-# each other would have no room for that.
+# In points and inches. On a phone with a width of 350 pixels, letters have 11 pixels, so axes are
+# below each other.
 LETTERS, WIDTH = {"font.size": 13}, 5.6
 TWO, ONE = (WIDTH, 6.8), (WIDTH, 4.2)
 DPI = 200
 
 
 def draw_demo(corpus: demo.Corpus) -> np.ndarray:
-    """Draws the demo's picture, and returns the norms of its run with `clip_by_global_norm`."""
+    """Draws the demo, and returns the norms of its run with `clip_by_global_norm`."""
     print(demo.HEADER)
     histories = {}
     for name, method in demo.METHODS.items():
@@ -85,7 +85,7 @@ def sweep(corpus: demo.Corpus) -> tuning.SweepResult:
 
 
 def draw_thresholds(norms: np.ndarray, result: tuning.SweepResult) -> None:
-    """Draws the recorded norms over the steps, their histogram, and the sweep's curve."""
+    """Draws the recorded norms, their histogram and the sweep."""
     suggestion = tuning.suggest(norms)
     print(suggestion)
     print(result)
@@ -102,7 +102,7 @@ def draw_thresholds(norms: np.ndarray, result: tuning.SweepResult) -> None:
 
 
 def main() -> None:
-    """Draws all of them."""
+    """Draws all pictures."""
     places.draw(DOCS / "places.png", DPI)
     text = demo.help_topics()
     layers.draw(DOCS, LETTERS, DPI, text, SEED)

@@ -1,4 +1,4 @@
-"""The picture of where a clip goes: before the optimizer, behind it, around it."""
+"""Draws the positions of clipping in a chain: before, after and around the optimizer."""
 
 import itertools
 from pathlib import Path
@@ -9,23 +9,23 @@ from matplotlib.patches import FancyBboxPatch
 
 from optaxclip.plots import COLORS
 
-AROUND, BEFORE, BEHIND, PLAIN = *COLORS[:3], "0.35"
-STAGES = (  # in a chain's order: what is in the box, its color, what it sees, what goes there
-    ("record", BEFORE, "first: keeps the raw norms", "monitor.record"),
-    ("clip", BEFORE, "before: sees gradients", "clip_by_global_norm, zclip, …"),
+AROUND, BEFORE, AFTER, PLAIN = *COLORS[:3], "0.35"
+STAGES = (  # in the order of the chain: text in the box, color, position, examples
+    ("record", BEFORE, "first: records raw norms", "monitor.record"),
+    ("clipping", BEFORE, "before: clips gradients", "clip_by_global_norm, zclip, …"),
     ("scale_by_adam", PLAIN, "", ""),
-    ("clip", BEHIND, "behind: sees updates", "clip_by_block_rms"),
+    ("clipping", AFTER, "after: clips updates", "clip_by_block_rms"),
     ("learning rate", PLAIN, "", ""),
-    ("clip", BEHIND, "at the end: sees changes", "clip_attention_logits"),
+    ("clipping", AFTER, "last: clips weight changes", "clip_attention_logits"),
 )
-# Places and sizes are in inches, from the top left.
+# Positions and sizes are in inches, from the top left.
 SIZE = (5.4, 5.0)
 ROW, BOX = 0.56, (1.5, 0.34)
 BYPASS, CHAIN, MIDDLE, TEXT = 0.25, 0.6, 1.65, 2.65
 
 
 def draw(path: Path, dpi: int) -> None:
-    """The way of a step from gradients to weights, downwards."""
+    """Draws how a step flows from gradients to weights, from top to bottom."""
     figure = Figure(figsize=SIZE)
     ax = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     ax.set(xlim=(0, SIZE[0]), ylim=(SIZE[1], 0))
@@ -40,8 +40,8 @@ def draw(path: Path, dpi: int) -> None:
         _box(ax, (MIDDLE - BOX[0] / 2, y - BOX[1] / 2), BOX, color)
         ax.text(MIDDLE, y, name, ha="center", va="center")
         _note(ax, y, sees, what, color)
-    # A step that is left out goes past all of them.
-    past = {"color": AROUND, "linestyle": "--"}
+    # A skipped step bypasses all stages.
+    bypass = {"color": AROUND, "linestyle": "--"}
     height = rows[-1] - rows[0] + 1.3 * ROW
     _box(
         ax,
@@ -50,11 +50,9 @@ def draw(path: Path, dpi: int) -> None:
         AROUND,
         "--",
     )
-    ax.plot([MIDDLE - 0.5, BYPASS, BYPASS], [begin, begin, end], **past)
-    _arrow(ax, (BYPASS, end), (MIDDLE - 0.45, end), **past)
-    _note(
-        ax, begin, "around: is the step taken?", "skip_nonfinite, skip_above", AROUND
-    )
+    ax.plot([MIDDLE - 0.5, BYPASS, BYPASS], [begin, begin, end], **bypass)
+    _arrow(ax, (BYPASS, end), (MIDDLE - 0.45, end), **bypass)
+    _note(ax, begin, "around: skips bad steps", "skip_nonfinite, skip_above", AROUND)
     for y, name in ((begin, "gradients"), (end, "weights")):
         ax.text(MIDDLE, y, name, ha="center", va="center", weight="bold")
     figure.savefig(path, dpi=dpi)

@@ -13,7 +13,7 @@ import chex
 import jax
 import pytest
 
-import optaxclip._backend.gpu as gpu
+import optaxclip._backend.kernels as kernels
 
 # Compiling is most of what tests do. In the older way to compile loops, in one thread, and with
 # hardly any optimization it takes a quarter of the time. Tests of what rounding and memory come to
@@ -205,6 +205,6 @@ def platform(request, monkeypatch):
 
     jax.clear_caches()
     monkeypatch.setattr(jax.lax, "platform_dependent", branch)
-    monkeypatch.setattr(gpu, "has_fast_float64", lambda: request.param == "cuda")
+    monkeypatch.setattr(kernels, "has_fast_float64", lambda: request.param == "cuda")
     yield request.param
     jax.clear_caches()

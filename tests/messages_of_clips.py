@@ -94,8 +94,8 @@ TYPE_ERRORS = {
     r"accepts only keyword arguments, got 1\.0; pass by name \['threshold', 'decay'": lambda: (
         optaxclip.clip_by_second_moment(1.0)
     ),
-    r"^inner must be an Optax .* is the first argument; got ThresholdRule\(": lambda: skip_above(
-        thresholds.zscore(), SGD
+    r"^inner must be an Optax .*, got ThresholdRule\(.*; pass it as the first argument$": lambda: (
+        skip_above(thresholds.zscore(), SGD)
     ),
     r"max_consecutive must .*; combine .* optax\.chain\(clip, optimizer\)": lambda: skip_nonfinite(
         optaxclip.zclip(), SGD
@@ -109,7 +109,7 @@ TYPE_ERRORS = {
     r"^clip_by_global_norm\(\) requires \['max_norm'\]; call "
     r"clip_by_global_norm\(max_norm\)$": clip_by_global_norm,
     r"^constant\(\) requires \['threshold'\]": thresholds.constant,
-    r"needs the state too: updates, state = tx\.update\(grads, "
+    r"state must be passed to update, got none; call tx\.update\(grads, "
     r"state, params\), .* tx\.init\(params\)": lambda: clip_by(LEAF, 1.0).update(ONE),
     r"keyword argument 'foo'; use one of \['scope', 'threshold', ": lambda: clip_by(
         TREE, 1.0, foo=1
@@ -160,9 +160,9 @@ TYPE_ERRORS = {
     r"response must be the result of clip_with_eps, .* as in "
     r"responses\.clip_with_eps\(\)": lambda: clip_by(TREE, 1.0, response=responses.clip_with_eps),
     "max_norm must be a number, a schedule or a rule, got the "
-    "function zclip of optaxclip": lambda: optaxclip.clip_by_norm(optaxclip.zclip),
-    "threshold must .* got a scope, which": lambda: clip_by(LEAF, TREE),
-    "threshold must .* got a scope": lambda: clip_by(LEAF, scopes.leaf),
+    "function zclip of optaxclip; pass": lambda: optaxclip.clip_by_norm(optaxclip.zclip),
+    "threshold must .* got a scope; pass the scope as the first": lambda: clip_by(LEAF, TREE),
+    "threshold must .* got a scope; pass": lambda: clip_by(LEAF, scopes.leaf),
     r"threshold must .* call it, as in thresholds\.zscore\(\)": lambda: clip_by(
         TREE, thresholds.zscore
     ),
@@ -173,9 +173,7 @@ TYPE_ERRORS = {
     r"loss_threshold .* thresholds\.window\(\)": lambda: skip_above(
         SGD, 1.0, loss_threshold=thresholds.window
     ),
-    r"got the name 'zscore': a rule is what thresholds\.zscore\(\.\.\.\) returns": lambda: clip_by(
-        LEAF, "zscore"
-    ),
+    r"got the name 'zscore'; use thresholds\.zscore\(\.\.\.\)$": lambda: clip_by(LEAF, "zscore"),
     r"stacked must not be a JAX array, .* static_args=\('stacked',\)": lambda: (
         optaxclip.clip_by_block_rms(1.0, stacked=jnp.ones(2))
     ),
@@ -197,7 +195,9 @@ TYPE_ERRORS = {
     "x must be a pytree of arrays, got the leaf 'h' = '3'": lambda: ops.clip_cotangent(
         {"h": "3"}, clip_norm=1.0
     ),
-    "inner must be an Optax transformation.* 3$": lambda: skip_nonfinite(3),
+    "inner must be an Optax transformation.*, got 3; pass it as the first argument$": lambda: (
+        skip_nonfinite(3)
+    ),
     "inner must be an Optax transformation.* Dense": lambda: skip_nonfinite(nn.Dense(3)),
     r"^inner must be an Optax transformation such .* <function adam": lambda: skip_nonfinite(
         optax.adam
@@ -221,12 +221,12 @@ TYPE_ERRORS = {
 }
 VALUE_ERRORS = {
     "max_norm .* got -1.0; .* math.inf": lambda: clip_by_global_norm(-1.0),
-    r"shape \(2,\).* a dict from the": lambda: clip_by_global_norm(np.ones(2)),
-    "^mine: .* pass them": lambda: clip_tree(ONE, RELATIVE, scope=LEAF, name="mine"),
-    r"groups \['a'\], but the groups are \['b'\]: give one": lambda: clip_by(LEAF, {"a": 1.0}).init(
-        ONE
+    r"shape \(2,\); pass a dict from group names": lambda: clip_by_global_norm(np.ones(2)),
+    "^mine: params must .*, got None; call update": lambda: clip_tree(
+        ONE, RELATIVE, scope=LEAF, name="mine"
     ),
-    r"groups \['a', 'b'\], but the groups are \['b'\]: give one": lambda: clip_tree(
+    r"groups \['b'\], got \['a'\]; pass one": lambda: clip_by(LEAF, {"a": 1.0}).init(ONE),
+    r"groups \['b'\], got \['a', 'b'\]; pass one": lambda: clip_tree(
         ONE, {"a": 1.0, "b": 1.0}, scope=LEAF
     ),
     r"clip_norm must be a scalar, got an array of shape \(2,\)$": lambda: ops.clip_by_norm(
@@ -257,12 +257,10 @@ VALUE_ERRORS = {
         1.0, norm="inf"
     ),
     r"response must be one of .* got \['clip'\]": lambda: clip_by(TREE, 1.0, response=["clip"]),
-    r"alpha must be from 0 to 1, got 2\.5; .* is z_thresh=": lambda: thresholds.zscore(2.5),
-    r"decay must be from 0 to 1, got 1\.1; a multiple of the average is ratio=": lambda: (
-        thresholds.ema(1.1)
-    ),
-    r"decay must be from 0 to 1, got 3\.0; .* is num_std=": lambda: thresholds.log_tracker(3.0),
-    "axis_name names 'x', and nothing here is mapped over an axis of this name": lambda: (
+    r"alpha must be from 0 to 1, got 2\.5; use z_thresh= for a": lambda: thresholds.zscore(2.5),
+    r"decay must be from 0 to 1, got 1\.1; use ratio= for a multiple": lambda: thresholds.ema(1.1),
+    r"decay must be from 0 to 1, got 3\.0; use num_std= for a": lambda: thresholds.log_tracker(3.0),
+    "axis_name must be a mapped axis, got 'x'; call the function inside pmap": lambda: (
         ops.global_norm(ONE, axis_name="x")
     ),
     "max_consecutive .* at least 1, got 0": lambda: skip_nonfinite(SGD, 0),
@@ -286,18 +284,24 @@ VALUE_ERRORS = {
         clip_value=1.0, nonfinite="zero"
     ),
     "axis_name, specs must not be": lambda: cotangent(clip_value=1.0, axis_name="x", specs=jax.P()),
-    "^loss_threshold must not be NaN": lambda: skip_above(SGD, 1.0, loss_threshold=np.nan),
-    "^loss_threshold must be a scalar": lambda: skip_above(SGD, 1.0, loss_threshold=np.ones(2)),
-    "^loss_threshold must be a rule that allows negative numbers": lambda: skip_above(
-        SGD, 1.0, loss_threshold=thresholds.log_tracker()
+    "^loss_threshold must not be NaN, got nan; pass None": lambda: skip_above(
+        SGD, 1.0, loss_threshold=np.nan
     ),
-    "^loss_threshold cannot be relative": lambda: skip_above(SGD, 1.0, loss_threshold=RELATIVE),
+    "^loss_threshold must be a scalar": lambda: skip_above(SGD, 1.0, loss_threshold=np.ones(2)),
+    "^loss_threshold must be a rule that allows negative numbers, got log_tracker; use": lambda: (
+        skip_above(SGD, 1.0, loss_threshold=thresholds.log_tracker())
+    ),
+    "^loss_threshold must not be relative to the parameters, got a rule": lambda: skip_above(
+        SGD, 1.0, loss_threshold=RELATIVE
+    ),
     "^max_factor must be": lambda: responses.band(min_factor=2.0, max_factor=1.0),
     r"response must be one of .*'clip'.* got 'soft'": lambda: clip_by(TREE, 1.0, response="soft"),
     r"'a/0/w'.*rank 6.*axis=": lambda: scoped(scopes.unit(), {"a": [{"w": RANK_6}]}),
     r"'w'.*rank 6.*axis=": lambda: scoped(scopes.unit(stacked=1), {"w": RANK_6[None]}),
     r"layer/w.*rank 6.*axis=": lambda: AGC.init({"layer": {"w": RANK_6}}),
-    "^adaptive_grad_clip.*pass them": lambda: AGC.update(ONE, AGC.init(ONE)),
+    "^adaptive_grad_clip: params must .*, got None; call update": lambda: AGC.update(
+        ONE, AGC.init(ONE)
+    ),
     r"params must match.*'b'.*\(1,\).*\(3,\)": lambda: AGC.update(
         ONE, AGC.init(ONE), {"b": jnp.ones(3)}
     ),
@@ -317,7 +321,7 @@ VALUE_ERRORS = {
     r"axes must be from -1 to 0 for leaf 'w' of shape \(3,\), got \(1,\)": lambda: scoped(
         scopes.unit(axis=1, stacked=1)
     ),
-    r"thresholds are given for the groups \['a'\].* \['tree'\]": lambda: clip_tree(
+    r"thresholds must be given for the groups \['tree'\], got \['a'\]": lambda: clip_tree(
         ONE, {"a": 1.0}, scope=TREE
     ),
     r"clip_by: .* passed to init, got the new groups \['b'\]": lambda: clip_by(LEAF, 1.0).update(
@@ -334,12 +338,12 @@ VALUE_ERRORS = {
     "^the sparse leaf 'w' must have a single group": lambda: scoped(
         scopes.leaf(stacked=1), {"w": SPARSE}
     ),
-    r"given for the groups \['a', 'b'\], but the groups are": lambda: scoped(
+    r"given for the groups \['a'\], got \['a', 'b'\]": lambda: scoped(
         scopes.group({"w": "a"}), threshold={"a": 1.0, "b": thresholds.zscore()}
     ),
-    "threshold .*relative to the parameters": lambda: clip_by(LEAF, {"b": RELATIVE}).update(
-        ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)
-    ),
+    "clip_by: params must be .* relative to the parameters, got None; call ": lambda: clip_by(
+        LEAF, {"b": RELATIVE}
+    ).update(ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)),
     "the update must get the extra argument 'grad_norm', .* got None; pass": told,
     "got None; pass it": lambda: told(grad_norm=None),
     "^grad_norm must be a scalar": lambda: told(grad_norm=jnp.ones(2)),
@@ -347,11 +351,11 @@ VALUE_ERRORS = {
     "got None; pass it by update": lambda: told(skip_above, grad_norm=None),
     "^grad_norm must be a scalar, ": lambda: told(skip_above, grad_norm=jnp.ones(2)),
     r"b1 must be at least 0 and below 1, got 1.0": lambda: stable(b1=1.0),
-    r"b1 must be below 1 in float32 .* 0.99999994$": lambda: stable(b1=1 - 1e-9),
+    r"b1 must be below 1 in float32, got .*; use at most 0.99999994$": lambda: stable(b1=1 - 1e-9),
     "eps must not be negative": lambda: stable(eps=-1.0),
     "b2 must be at least 0": lambda: stable(b2=-0.1),
     "clipping_threshold must be a scalar": lambda: stable(clipping_threshold=jnp.ones(2)),
-    r"the updates have the leaves \['v'\]": lambda: SPAM.update(
+    r"the updates must have leaves of .*, got the other leaves \['v'\]; use": lambda: SPAM.update(
         {"w": jnp.ones(2), "v": jnp.ones(1)}, SPAM.init({"w": jnp.ones(2)})
     ),
     "state must be of type SecondMomentState": lambda: SPAM.update(ONE, optax.EmptyState()),

@@ -202,7 +202,7 @@ def test_each_case_of_the_decoder(optimizer, method, corpus, table):
 def test_the_page_on_evidence_has_the_tables_of_the_rows():
     docs = Path(__file__).parents[1] / "docs"
     page = (docs / "evidence.md").read_text("utf-8")
-    shown = page.partition("## At scale\n")[2].partition("\n## ")[0]
+    shown = page.partition("## Larger models\n")[2].partition("\n## ")[0]
     rows = TableFile(docs / "../benchmarks/measured/scale_cpu.csv", KEYS, COLUMNS).rows.values()
 
     def figures(table):  # of each line, its mean and deviation in each case

@@ -231,7 +231,7 @@ def test_the_reference_names_options_once(docstrings):
     assert "checkify" not in text  # what they mean stands on a page of its own
     # What all of a kind say is added by decorators.
     assert text.count("Returns:") == text.count("Raises:") == 1
-    assert "A `Threshold`" in package["thresholds.moving.zscore"].docstring.value
+    assert "A `ThresholdRule`" in package["thresholds.averages.zscore"].docstring.value
 
 
 def test_the_reference_shows_the_values_of_defaults(docstrings):

@@ -60,7 +60,7 @@ def tables(tmp_path_factory):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     study = Study.of(runs.cells(results.read(path)))
     found = [*rows.of_summary(summarize(study)), *claims.of_papers(study, path)]
-    headings = [claim.question for claim in figures.CLAIMS] + ["AGC: do large batches need it?"]
+    headings = [claim.question for claim in figures.CLAIMS] + ["AGC: large batches"]
     page = "".join(f"### {heading}\n\n" for heading in headings)
     figures.write(path.with_suffix(".csv"), found)
     parts = figures.shown(page, figures.read(path.with_suffix(".csv"))).split("### ")[1:]
@@ -74,16 +74,16 @@ def row(table, name):
 
 def test_percentiles_stand_beside_nothing_on_adamw(tables):
     # The gain is 1.99, of which 0.2 less is a tenth.
-    assert row(tables["AutoClip"], "AutoClip") == [
-        *("AutoClip", "0.810", "0 %", "+10.1 (+10.1 to +10.1)")
+    assert row(tables["AutoClip"], "`autoclip`") == [
+        *("`autoclip`", "0.810", "0 %", "+10.1 (+10.1 to +10.1)")
     ]
     assert "sgd" not in tables["AutoClip"]
 
 
 def test_rates_that_are_too_high(tables):
     assert row(tables["ZClip"], "none")[1:4] == ["3.000", "3.000", "100 %"]
-    found = row(tables["ZClip"], "ZClip (paper)")
-    assert found == ["ZClip (paper)", "1.510", "1.510", "0 %", "+25.1 (+25.1 to +25.1)"]
+    found = row(tables["ZClip"], "`zclip` (paper)")
+    assert found == ["`zclip` (paper)", "1.510", "1.510", "0 %", "+25.1 (+25.1 to +25.1)"]
 
 
 def test_spikes_are_those_of_adamw(tables):
@@ -92,4 +92,10 @@ def test_spikes_are_those_of_adamw(tables):
 
 def test_batches(tables):
     assert row(tables["AGC"], "none") == ["16", "none", "0.2", "0.300", "0.2"]
-    assert row(tables["AGC"], "AGC") == ["128", "AGC", "0.2", "0.300", "0.4"]
+    assert row(tables["AGC"], "`adaptive_grad_clip`") == [
+        "128",
+        "`adaptive_grad_clip`",
+        "0.2",
+        "0.300",
+        "0.4",
+    ]

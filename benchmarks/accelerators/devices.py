@@ -15,10 +15,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import jax
 from jax.experimental import topologies
 
-import optaxclip._backend.gpu as gpu
+import optaxclip._backend.kernels as kernels
 
 # Of the GPUs below; the border asks those that are there.
-gpu.has_fast_float64 = lambda: True
+kernels.has_fast_float64 = lambda: True
 # There is neither a GPU nor a TPU to look for. JAX reads JAX_PLATFORMS when it is first imported,
 # which may have been before this.
 jax.config.update("jax_platforms", "cpu")

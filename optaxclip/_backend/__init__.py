@@ -1,1 +1,1 @@
-"""The border: what is not mathematics is done here, once, around each update."""
+"""Handles devices, meshes, memories, platforms and sparse leaves, once for each update."""

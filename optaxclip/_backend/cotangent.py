@@ -1,13 +1,13 @@
-"""The identity whose cotangent goes through a function.
+"""Primitives that transform cotangents and reject `vmap`.
 
-The identity is a primitive of its own, because no function of JAX 0.10.2 makes one:
-`jax.custom_vjp` forbids forward mode; `jax.custom_derivatives.linear_call` takes the function for
-linear, so that derivatives of the cotangent are wrong, and has no rule for `vmap`; and a
-`jax.custom_jvp` loses its rules inside loops.
+The identity with a transformed cotangent is a separate primitive, because JAX has no function that
+creates one (as of JAX 0.10.2). `jax.custom_vjp` does not support forward mode.
+`jax.custom_derivatives.linear_call` assumes that the function is linear, so derivatives of the
+cotangent are wrong, and it does not support `vmap`. `jax.custom_jvp` loses its rules inside loops.
 
-The rule for forward mode returns `x` itself, and changes tangents only for reverse mode, which
-transposes them next. So derivatives of a cotangent are derivatives of the function alone, as with
-`jax.custom_vjp`, and derivatives of a derivative in forward mode are those of the identity.
+The forward-mode rule returns `x` unchanged, and only modifies tangents that reverse mode
+transposes. Therefore, derivatives of a cotangent are derivatives of the function alone, as with
+`jax.custom_vjp`, and forward-mode derivatives of a derivative are those of the identity.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ from jax.interpreters import ad, batching, mlir
 import optaxclip._backend.meshes as meshes
 
 CotangentFn = Callable[..., Array]
-"""`back(cotangent, *operands) -> cotangent`, made of operations that JAX can differentiate."""
+"""A differentiable function `fn(cotangent, *operands) -> cotangent`."""
 
 
 def transform_cotangent(x: Array, cotangent_fn: CotangentFn, *operands: Array) -> Array:
-    """`x`, whose cotangent becomes `back(cotangent, *operands)`, of its shape and dtype.
+    """Returns `x`, and replaces its cotangent by `cotangent_fn(cotangent, *operands)`.
 
-    In forward mode it is the identity. Under `vmap`, `back` sees each example by itself, even if
-    `x` is the same for all examples. The operands may be traced.
+    In forward mode, this is the identity. Under `vmap`, `cotangent_fn` is called for single
+    examples, even if `x` is the same for all of them. The operands may be traced.
     """
-    return _identity.bind(x, *operands, back=cotangent_fn, is_tangent=False)
+    return _identity.bind(x, *operands, cotangent_fn=cotangent_fn, is_tangent=False)
 
 
 _identity = jex.Primitive("clip_cotangent")
@@ -41,19 +41,23 @@ mlir.register_lowering(_identity, lambda _, x, *__, **___: [x])
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, back: CotangentFn, is_tangent: bool
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    cotangent_fn: CotangentFn,
+    is_tangent: bool,
 ) -> tuple[Any, Any]:
     (x, *operands), dx = primals, tangents[0]
     if is_tangent or isinstance(dx, ad.Zero):
         return x, dx
-    return x, _identity.bind(dx, *operands, back=back, is_tangent=True)
+    return x, _identity.bind(dx, *operands, cotangent_fn=cotangent_fn, is_tangent=True)
 
 
 def _transpose_rule(
-    cotangent: Any, x: Any, *operands: Any, back: CotangentFn, is_tangent: bool
+    cotangent: Any, x: Any, *operands: Any, cotangent_fn: CotangentFn, is_tangent: bool
 ) -> list[Any]:
     del x, is_tangent
-    return [back(cotangent, *operands), *[None] * len(operands)]
+    return [cotangent_fn(cotangent, *operands), *[None] * len(operands)]
 
 
 ad.deflinear2(_identity, _transpose_rule)
@@ -62,14 +66,21 @@ ad.primitive_jvps[_identity] = _jvp
 
 @dataclasses.dataclass(frozen=True)
 class _VmappedCotangentFn:
-    """`back` for each example of a `vmap`; `names` are those of its axis, as keywords."""
+    """A `CotangentFn` for the examples of a `vmap`, hashable as a parameter of the primitive."""
 
-    back: CotangentFn
+    cotangent_fn: CotangentFn
     axes: tuple[int | None, ...]
-    names: tuple[tuple[str, Any], ...]
+    axis_name: Any
+    spmd_axis_name: Any
 
     def __call__(self, *args: Array) -> Array:
-        mapped = jax.vmap(self.back, self.axes, self.axes[0], **dict(self.names))
+        mapped = jax.vmap(
+            self.cotangent_fn,
+            self.axes,
+            self.axes[0],
+            axis_name=self.axis_name,
+            spmd_axis_name=self.spmd_axis_name,
+        )
         return mapped(*args)
 
 
@@ -78,34 +89,32 @@ def _batching_rule(
     args: Sequence[Any],
     axes: Sequence[int | None],
     *,
-    back: CotangentFn,
+    cotangent_fn: CotangentFn,
     is_tangent: bool,
 ) -> tuple[Array, int]:
-    (x, *operands), (axis, *others) = args, axes
+    (x, *operands), (axis, *other_axes) = args, axes
     if axis is None:
-        # Broadcast, because otherwise only the sum of the examples' cotangents would come back.
+        # Broadcast, because otherwise the result is only the sum of the cotangents of the examples.
         x = meshes.place_on_current_mesh(x)
         if mapped.explicit_mesh_axis and jax.typeof(x).sharding.mesh.empty:
             # The mesh is only in the types of arrays that are not operands here.
             raise ValueError(
-                "clip_cotangent: under vmap over an axis of an explicit mesh, x must lie on that "
-                f"mesh, got an unplaced array of shape {x.shape}; set the mesh: "
-                "with jax.set_mesh(mesh)"
+                "clip_cotangent: x must be placed on the explicit mesh of the vmap, got an "
+                f"unplaced array of shape {x.shape}; set the mesh with jax.set_mesh"
             )
         x, axis = batching.broadcast(x, mapped.size, 0, mapped.explicit_mesh_axis), 0
-    names = (("axis_name", mapped.name), ("spmd_axis_name", mapped.spmd_name))
-    of_each = _VmappedCotangentFn(back, (axis, *others), names)
-    return _identity.bind(x, *operands, back=of_each, is_tangent=is_tangent), axis
+    vmapped = _VmappedCotangentFn(cotangent_fn, (axis, *other_axes), mapped.name, mapped.spmd_name)
+    return _identity.bind(x, *operands, cotangent_fn=vmapped, is_tangent=is_tangent), axis
 
 
 batching.fancy_primitive_batchers[_identity] = _batching_rule
 
 
 def forbid_vmap(x: Array, function: str) -> Array:
-    """`x`, inside `shard_map` refused under `vmap` if types show that it differs over devices.
+    """Returns `x`, and rejects a later `vmap` if `x` varies over devices inside `shard_map`.
 
-    `jax.vmap` can come before the derivative or after it, and around a `jit` or a `scan` of it:
-    only a primitive of its own learns of it each time.
+    `jax.vmap` can be applied before or after the derivative, and around a `jit` or a `scan` of it.
+    Only a separate primitive detects all of these.
     """
     return _unmapped.bind(x, function=function) if meshes.varying_axes(x) else x
 
@@ -113,9 +122,9 @@ def forbid_vmap(x: Array, function: str) -> Array:
 def _forbidden_batching_rule(args: Sequence[Any], axes: Sequence[int], *, function: str) -> Any:
     del axes
     raise ValueError(
-        f"{function} under vmap inside shard_map: types do not say whether the devices along "
-        f"{sorted(meshes.varying_axes(args[0]))} have different examples, with a norm each, or "
-        "parts of one example. Pass axis_name=() in the first case, else the names of the axes"
+        f"{function}: axis_name must be set under vmap inside shard_map, got None for an array "
+        f"that varies over {sorted(meshes.varying_axes(args[0]))}; pass axis_name=() if devices "
+        "have different examples, or the names of the axes if they have shards of one example"
     )
 
 

@@ -1,6 +1,6 @@
-"""Measures and changes the entries of a leaf in the way that is best on a platform.
+"""Computes on the elements of a leaf, dense or `BCOO`, with the fastest method on each platform.
 
-The tricks for one backend are in a file of its own, with what they save.
+Code for single platforms is in `kernels`, with measurements of its benefit.
 """
 
 import functools
@@ -13,23 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._backend.cpu as cpu
+import optaxclip._backend.kernels as kernels
 from optaxclip._base.numerics import cast_elements, custom_jvp, map_real_imag, multiply
 from optaxclip._base.trees import is_sparse, replace_values
 
 
 def as_arrays(leaves: list[Any]) -> list[Any]:
-    """Leaves as arrays, even if they are numbers; a `BCOO` stays as it is."""
+    """Converts numbers to arrays. A `BCOO` is returned unchanged."""
     return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]
 
 
 def dense_values(
     leaf: Any, axes: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> tuple[Array, tuple[int, ...]]:
-    """A leaf as one array, and the axes over which its entries share a norm.
+    """Returns a leaf as an array, and the axes over which its elements share a norm.
 
-    For a `BCOO` these are the stored values in `dtype`, with duplicates added up and 0 for padding,
-    and all of their axes.
+    For a `BCOO`, the array contains the stored values in `dtype`, with duplicates summed and 0 for
+    padding, and the axes are all axes of this array.
     """
     if not is_sparse(leaf):
         return leaf, axes
@@ -41,16 +41,16 @@ def dense_values(
 def pair_values(
     leaf: Any, other: Any, axes: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> tuple[Array, Array, tuple[int, ...]]:
-    """Pairs of entries of two leaves of one shape, and the axes over which they share a norm.
+    """Returns the elements of two leaves with equal shapes, and the axes that share a norm.
 
-    Entries that a `BCOO` does not store are left out of both.
+    Elements that a `BCOO` does not store are removed from both.
     """
     if is_sparse(other):
         other = other.todense()
     if is_sparse(leaf):
         from jax.experimental.sparse import bcoo_extract
 
-        # Products are linear in the leaf, so duplicates need not be added first.
+        # Products are linear in the leaf, so duplicates need not be summed first.
         other = bcoo_extract(leaf, other, assume_unique=True).data
         leaf = jnp.where(valid_mask(leaf), leaf.data, 0)
         axes = tuple(range(leaf.ndim))
@@ -58,19 +58,19 @@ def pair_values(
 
 
 def coalesce_values(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
-    """For each stored value of a `BCOO`, the entry that it is a summand of; 0 for padding."""
+    """Returns the elements that the stored values of a `BCOO` contribute to, and 0 for padding."""
     return stored_as_entries(leaf, dtype)[0]
 
 
 def stored_as_entries(leaf: Any, dtype: jax.typing.DTypeLike) -> tuple[Array, Array]:
-    """`coalesce_values`, and which stored values are the first of their entry, without padding."""
-    is_inside = valid_mask(leaf)
-    data = jnp.where(is_inside, cast_elements(leaf.data, dtype), 0)
-    sums = _sum_duplicates
+    """Returns `coalesce_values`, and a mask of the first stored value of each element."""
+    is_valid = valid_mask(leaf)
+    data = jnp.where(is_valid, cast_elements(leaf.data, dtype), 0)  # [*batch, nse, *dense]
+    sum_fn = _sum_duplicates
     for _ in range(leaf.n_batch):
-        sums = jax.vmap(sums)
-    found, is_first = sums(data, leaf.indices)
-    return found, lax.expand_dims(is_first, range(is_first.ndim, data.ndim)) & is_inside
+        sum_fn = jax.vmap(sum_fn)
+    sums, is_first = sum_fn(data, leaf.indices)
+    return sums, lax.expand_dims(is_first, range(is_first.ndim, data.ndim)) & is_valid
 
 
 def _sum_duplicates(data: Array, indices: Array) -> tuple[Array, Array]:
@@ -78,70 +78,80 @@ def _sum_duplicates(data: Array, indices: Array) -> tuple[Array, Array]:
     _, first, segments = jnp.unique(
         indices, axis=0, size=size, return_index=True, return_inverse=True
     )
-    is_first = first[segments] == jnp.arange(size)
+    is_first = first[segments] == jnp.arange(size)  # bool[nse]
     return jax.ops.segment_sum(data, segments, size)[segments], is_first
 
 
 def valid_mask(leaf: Any) -> Array:
-    """Which stored values of a `BCOO` are not padding; the flags broadcast to its data."""
+    """Returns a mask that is False for padding of a `BCOO`, and broadcasts to its stored values."""
     bounds = np.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     bounds = jnp.broadcast_to(bounds.astype(leaf.indices.dtype), leaf.indices.shape)
-    inside = jnp.all(leaf.indices < bounds, axis=-1)
-    return lax.expand_dims(inside, range(inside.ndim, leaf.data.ndim))
+    is_valid = jnp.all(leaf.indices < bounds, axis=-1)  # bool[*batch, nse]
+    return lax.expand_dims(is_valid, range(is_valid.ndim, leaf.data.ndim))
 
 
 def any_over_axes(leaf: Any, flags: Array, axes: tuple[int, ...]) -> Array:
-    """Whether any entry has its flag set, over some axes of a leaf; padding does not count."""
+    """Returns `True` where a flag is set along the axes of a leaf. Padding is ignored."""
     return jnp.any(flags & valid_mask(leaf)) if is_sparse(leaf) else jnp.any(flags, axes)
 
 
 def map_stored_values(fn: Callable[..., Array], leaf: Any, axes: tuple[int, ...]) -> Any:
-    """`fn(leaf, axes=axes)`; for a `BCOO`, `fn` of its stored values with all of their axes."""
+    """Calls `fn(leaf, axes=axes)`, for a `BCOO` with its stored values and all of their axes."""
     if not is_sparse(leaf):
         return fn(leaf, axes=axes)
     return replace_values(leaf, fn(leaf.data, axes=tuple(range(leaf.data.ndim))))
 
 
 def scale_by_real(x: Array, by: Array | float) -> Array:
-    """Entries times a real number; complex ones part by part, because 0 * infinity is NaN."""
+    """Multiplies elements by a real number."""
     if isinstance(by, float) and by == 1:
         return x
+    # The parts of complex elements are scaled separately, because 0 * infinity is NaN.
     return map_real_imag(functools.partial(multiply, y=by), x)
 
 
 def scale_and_round(
     x: Array, power: Array, ratio: Array, *, strict: bool, default_kernel: Callable[..., Array]
 ) -> Array:
-    """`x * power * ratio` of real entries, rounded once to the dtype of `x`; a power is one of two.
+    """Computes `x * power * ratio` for real elements, rounded once to the dtype of `x`.
 
-    With `strict` it is rounded toward zero instead of to the nearest number. `plain` is the
-    function for platforms that need no trick.
+    Args:
+      x: The elements.
+      power: A power of two.
+      ratio: The second factor.
+      strict: If True, rounds toward zero instead of to the nearest number.
+      default_kernel: The function of `x`, `power`, `ratio` and `strict` for other platforms than
+        CPUs.
+
+    Returns:
+      The scaled elements.
     """
     default_kernel = functools.partial(default_kernel, strict=strict)
     if x.dtype != jnp.bfloat16 or ratio.dtype != jnp.float32:
         return default_kernel(x, power, ratio)
-
-    @custom_jvp()
-    def bfloat16_kernel(x: Array, power: Array, ratio: Array) -> Array:
-        return cpu.scale_bfloat16_bits(x, power, ratio, strict=strict)
-
-    bfloat16_kernel.defjvp(functools.partial(jax.jvp, default_kernel))
-    return lax.platform_dependent(x, power, ratio, cpu=bfloat16_kernel, default=default_kernel)
+    cpu_kernel = custom_jvp()(functools.partial(kernels.scale_bfloat16_on_cpu, strict=strict))
+    cpu_kernel.defjvp(functools.partial(jax.jvp, default_kernel))
+    return lax.platform_dependent(x, power, ratio, cpu=cpu_kernel, default=default_kernel)
 
 
 def select_keep_subnormals(flag: Array, x: Array, y: Array) -> Array:
-    """`x` where `flag`, which broadcasts to `x`, is True, else `y`; subnormal numbers stay."""
+    """Selects `x` where `flag` is True, and `y` otherwise. Subnormal numbers are kept.
+
+    The flags broadcast to `x`.
+    """
     # `lax.select` does not broadcast the flags of several groups. `jnp.where` does, but is a nested
-    # call for each leaf (JAX 0.10.2), which takes longer to compile.
+    # call for each leaf, which takes longer to compile (as of JAX 0.10.2).
     select = lax.select if flag.shape in ((), x.shape) else jnp.where
     if x.dtype != jnp.bfloat16:
         return select(flag, x, y)
-    return lax.platform_dependent(flag, x, y, cpu=cpu.select_bits, default=select)
+    return lax.platform_dependent(flag, x, y, cpu=kernels.select_bfloat16_on_cpu, default=select)
 
 
 def force_row_major(leaves: list[Array]) -> list[Array]:
-    """Gradients of examples; a CPU stores them one example after another."""
-    return lax.platform_dependent(leaves, cpu=cpu.force_row_major, default=lambda leaves: leaves)
+    """Makes CPUs store per-example gradients in the order of the examples."""
+    return lax.platform_dependent(
+        leaves, cpu=kernels.force_row_major_on_cpu, default=lambda leaves: leaves
+    )
 
 
 def sum_weighted(
@@ -151,10 +161,10 @@ def sum_weighted(
     by_products: Callable[..., list[Array]],
     fused: Callable[..., list[Array]],
 ) -> list[Array]:
-    """The sums over examples of gradients times factors, by one of two functions of these.
+    """Sums gradients times factors over examples, with one of two functions of these.
 
-    On accelerators XLA fuses product and sum. On a CPU, a matrix product takes a quarter of the
-    time of product and sum and, in bfloat16, two thirds of the memory.
+    XLA fuses the product and the sum on accelerators. On CPUs, a matrix product takes a quarter of
+    the time of product and sum, and two thirds of the memory in bfloat16.
     """
     return lax.platform_dependent(leaves, factors, cpu=by_products, default=fused)
 
@@ -162,9 +172,9 @@ def sum_weighted(
 def product_with_bfloat16(
     x: Array, y: Array, *, whole: Callable[..., Array], in_parts: Callable[..., Array]
 ) -> Array:
-    """The product of a factor in bfloat16 and one in float32, by one of two functions of them.
+    """Multiplies a matrix in bfloat16 with one in float32, with one of two functions of these.
 
-    Two products in bfloat16 take accelerators far less time than one in float32.
+    On accelerators, two products in bfloat16 are much faster than one product in float32.
     """
     return lax.platform_dependent(x, y, cpu=whole, default=in_parts)
 
@@ -172,16 +182,15 @@ def product_with_bfloat16(
 def dispatch_chunk_size(
     operands: Any, *, small: Callable[..., Any], large: Callable[..., Any]
 ) -> Any:
-    """`small(operands)`, which takes small chunks, on a CPU, and `large(operands)` elsewhere."""
+    """Calls `small(operands)`, which uses small chunks, on CPUs, and `large` elsewhere."""
     return lax.platform_dependent(operands, cpu=small, default=large)
 
 
 def divide_each(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    """Each dividend divided by its divisor; all have one shape."""
+    """Divides arrays with equal shapes by one divisor each."""
     return lax.platform_dependent(
-        dividends, divisors, cpu=cpu.divide_stacked, default=_divide_separately
+        dividends,
+        divisors,
+        cpu=kernels.divide_stacked_on_cpu,
+        default=lambda xs, ys: tuple(map(operator.truediv, xs, ys)),
     )
-
-
-def _divide_separately(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    return tuple(map(operator.truediv, dividends, divisors))

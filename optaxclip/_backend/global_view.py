@@ -1,6 +1,6 @@
-"""Makes transformations work for arrays in any memory, and calls work on any mesh.
+"""Makes transformations and functions work with arrays in any memory and on any mesh.
 
-The code that is called from here knows nothing of memories, explicit meshes and eager mode.
+The functions called from here do not handle memories, explicit meshes or eager mode.
 """
 
 import functools
@@ -31,7 +31,7 @@ class Init(Protocol[State]):
     """`init(params) -> state`."""
 
     def __call__(self, params: PyTree) -> State:
-        """The state before the first step."""
+        """Creates the state before the first step."""
         ...
 
 
@@ -41,26 +41,26 @@ class Update(Protocol[State]):
     def __call__(
         self, updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
-        """One step."""
+        """Updates the updates and the state in a step."""
         ...
 
 
 class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):
-    """Optax's transformation with the type of its state, for which Optax says only "pytree".
+    """An Optax transformation with the type of its state.
 
-    With it, an editor knows the fields of `state` after `updates, state = tx.update(...)`.
+    Editors can complete the fields of `state` after `updates, state = tx.update(...)`.
     """
 
-    # A field of a named tuple is never assigned, so its type may be narrower than in the parent.
+    # Fields of named tuples are never assigned, so their types may be narrower than in the parent.
     init: Init[State]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Update[State]  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def transformation(init: Init[State], update: Update[State]) -> Transformation[State]:
-    """A transformation from its two functions, whose states and arrays may lie anywhere.
+    """Creates a transformation that accepts arrays in any memory.
 
-    Arrays in other memories are moved to the device's memory for the step, because JAX does not
-    compute with arrays in different memories; results are moved back to where the arrays were.
+    JAX does not compute with arrays in different memories. Therefore, the arrays are moved to the
+    memory of the device for a step, and the results are moved to the original memory.
     """
 
     @functools.wraps(init)
@@ -73,13 +73,13 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
     ) -> tuple[Any, State]:
         if state is _NO_STATE:
             raise TypeError(
-                "update() needs the state too: updates, state = tx.update(grads, state, params), "
-                "where the first state is tx.init(params)"
+                "state must be passed to update, got none; call tx.update(grads, state, params), "
+                "starting with state = tx.init(params)"
             )
-        arrays, back = memory.move_to_device_memory(updates, state, params, extra_args)
+        arrays, restore = memory.move_to_device_memory(updates, state, params, extra_args)
         updates, state, params, extra_args = arrays
         new_updates, new_state = update(updates, state, params, **extra_args)
-        new_updates, new_state = back(new_updates, new_state)
+        new_updates, new_state = restore(new_updates, new_state)
         return new_updates, new_state
 
     tx: Any = Transformation(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
@@ -87,14 +87,10 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
 
 
 def stateless(update: Callable[..., Any]) -> Transformation[Any]:
-    """A transformation without a state, from `update(updates, params, **extra_args) -> updates`.
+    """Creates a transformation from `update(updates, params, **extra_args) -> updates`.
 
-    Its own update takes any state and returns it as it is.
+    The update of the transformation accepts any state and returns it unchanged.
     """
-
-    def init(params: PyTree) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -102,7 +98,11 @@ def stateless(update: Callable[..., Any]) -> Transformation[Any]:
         check_updates_not_state(updates, optax.EmptyState, "update")
         return update(updates, params, **extra_args), state
 
-    return transformation(init, update_fn)
+    def init_fn(params: PyTree) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    return transformation(init_fn, update_fn)
 
 
 def global_view(
@@ -110,21 +110,25 @@ def global_view(
     out_like: str | tuple[str, ...] | Callable[..., PyTree] | None = None,
     compiled: bool = True,
 ) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
-    """A decorator: makes a function of arrays work wherever these lie.
+    """Decorates a function of arrays to work with any sharding.
 
-    Positional arguments are pytrees of arrays, keyword arguments are static and hashable. The
-    function sees arrays as if unsplit. In eager mode it is one compiled call, which is cached.
-    Under `jit` it is traced like the code around it, because a call takes time to trace for each of
-    its arguments. If the types of arrays say that they are split over an explicit mesh, the axes of
-    this mesh are automatic inside of the function: there the compiler decides how arrays are split.
+    Positional arguments are pytrees of arrays, and keyword arguments are static and hashable. The
+    function handles arrays like unsharded arrays. If their types are sharded over an explicit mesh,
+    the axes of this mesh are automatic inside the function, so the compiler shards the intermediate
+    arrays. In eager mode, the function is compiled and cached. Under `jit`, it is traced with the
+    surrounding code, because tracing a call takes time for all of its arguments.
 
     Args:
-      out_like: the name of the argument whose types the results get on such a mesh, or of one
-        argument for each result; or a function of the positional arguments that gives a pytree
-        prefix of the results with arrays or `PartitionSpec`s. With None every device holds the
-        results in full.
-      compiled: whether to compile in eager mode. The function must then be of a module's top level,
-        because it is part of the cache's key.
+      out_like: The shardings of the results on an explicit mesh: the name of the argument with the
+        same types, or a tuple with the name of an argument per result. Or a function of the
+        positional arguments that returns a pytree prefix of the results with arrays or
+        `PartitionSpec`s. If None, the results are replicated.
+      compiled: If True, compiles the function in eager mode. It must then be defined at the top
+      level
+        of a module, because it is part of the cache key.
+
+    Returns:
+      A decorator.
     """
 
     def decorate(fn: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -173,26 +177,24 @@ _compiled = jax.jit(_call_on_own_mesh, static_argnums=(0, 1, 2), inline=True)
 
 
 def scan_on_mesh(body: Callable[..., Any], start: PyTree, xs: PyTree, closed_over: PyTree) -> Any:
-    """`lax.scan(body, start, xs)` for a body that also uses `beside`, on any mesh.
+    """Calls `lax.scan(body, start, xs)` on any mesh, for a body that also uses `closed_over`.
 
-    A plain `lax.scan` fails for seeds that `vmap` splits over an explicit mesh (JAX 0.10.2).
+    `lax.scan` fails for seeds that `vmap` shards over an explicit mesh (as of JAX 0.10.2).
     """
     with meshes.use_operand_mesh(meshes.unique_avals(closed_over)):
         return lax.scan(body, meshes.place_on_mesh_of(start, closed_over), xs)
 
 
 class MeshSharding(NamedTuple):
-    """How an array is split over an explicit mesh."""
+    """The sharding of an array over an explicit mesh."""
 
     mesh: Any
     spec: PartitionSpec
 
     def axes_dividing(self, number: int) -> tuple[str, ...] | None:
-        """The mesh axes over which `number` examples can be split evenly.
-
-        Of the axes that split the first axis, the last are left out until the split is even.
-        """
+        """Returns the mesh axes over which `number` examples can be sharded evenly, or None."""
         names = meshes.spec_names(self.spec[0])
+        # Remove the last axes of the example axis until the shards are equal.
         while number % math.prod(self.mesh.shape[name] for name in names):
             names = names[:-1]
         return names or None
@@ -201,10 +203,13 @@ class MeshSharding(NamedTuple):
 def constrain_out_sharding(
     fn: Callable[..., Array], spec: Callable[[MeshSharding], tuple[Any, ...]], *arrays: Array
 ) -> Array:
-    """`fn(*arrays)`, split as `spec` says if one of the arrays is split over an explicit mesh."""
-    sharding = next(filter(None, map(meshes.explicit_sharding, arrays)), None)
-    if sharding is None or meshes.manual_axes():
-        return fn(*arrays)
-    mesh, of_array = sharding
-    specs = PartitionSpec(*spec(MeshSharding(mesh, of_array)))
-    return meshes.use_auto_axes(fn, mesh, specs)(*arrays)
+    """Calls `fn(*arrays)`, and shards the result if an array is sharded over an explicit mesh.
+
+    `spec` returns the entries of the spec of the result from the sharding of the array.
+    """
+    sharding = next(filter(None, map(meshes.explicit_sharding, map(jax.typeof, arrays))), None)
+    if sharding is not None and not meshes.manual_axes():
+        mesh_sharding = MeshSharding(sharding[0], sharding[1])
+        specs = PartitionSpec(*spec(mesh_sharding))
+        fn = meshes.use_auto_axes(fn, mesh_sharding.mesh, specs)
+    return fn(*arrays)

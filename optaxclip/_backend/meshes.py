@@ -1,16 +1,15 @@
-"""Meshes, axes and memories, as JAX's types describe them; no other file asks JAX for these.
+"""Reads meshes, mesh axes and shardings from JAX's types. No other package does this.
 
-Inside `shard_map` some axes of the mesh are manual: an array is what one device holds. With
-`check_vma=True`, JAX tracks over which manual axes an array varies, and the array's type says so;
-otherwise, and inside `pmap`, the type does not say it. Outside of `shard_map`, the type says how an
-array is split over an explicit mesh.
+Inside `shard_map`, some axes of the mesh are manual, and an array is the shard of a device. With
+`check_vma=True`, JAX tracks the manual axes over which an array varies in its type. With
+`check_vma=False` and inside `pmap`, it does not. Outside `shard_map`, types contain the sharding
+over an explicit mesh.
 """
 
 import contextlib
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,100 +25,103 @@ from optaxclip._base.types import PyTree
 
 try:
     from jax.experimental.shard_alike import shard_alike
-except ImportError:  # from JAX 0.11 on
+except ImportError:  # removed in JAX 0.11
     shard_alike = None
 
 Axes = frozenset[str]
 
 
 def union_axes(sets: Iterable[Iterable[str]]) -> Axes:
-    """The axes that are in some of these sets."""
+    """Returns the union of sets of axes."""
     return Axes(itertools.chain.from_iterable(sets))
 
 
 def manual_axes() -> Axes:
-    """The axes of the mesh that are manual here; inside `pmap`, the axis of the `pmap`."""
+    """Returns the manual axes of the current mesh, or the axis of a `pmap`."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def varying_axes(x: Any) -> Axes:
-    """The manual axes over which JAX tracks that a value differs from device to device."""
+    """Returns the manual axes over which a value varies according to its type."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def tree_varying_axes(tree: PyTree) -> Axes:
-    """The manual axes over which JAX tracks that some leaf differs from device to device."""
+    """Returns the manual axes over which a leaf varies according to its type."""
     return union_axes(map(varying_axes, jax.tree.leaves(tree)))
 
 
 def collective_primitives(program: Any) -> frozenset[str]:
-    """The names of the operations of a program that exchange data between devices here."""
-    found = frozenset[str]()
+    """Returns the names of the operations in a program that communicate over manual axes."""
+    primitives = frozenset[str]()
     for eqn in program.eqns:
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = frozenset(axes if isinstance(axes, tuple) else (axes,))
         if names & manual_axes() and eqn.primitive.name not in ("axis_index", "pvary", "pcast"):
-            found |= {eqn.primitive.name}
+            primitives |= {eqn.primitive.name}
         values = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
-        found |= union_axes(collective_primitives(x) for x in values if hasattr(x, "eqns"))
-    return found
+        primitives |= union_axes(collective_primitives(x) for x in values if hasattr(x, "eqns"))
+    return primitives
 
 
-def check_replicated(x: Any, axes: Iterable[str], argument: str) -> None:
-    """Refuses a number whose type says that it differs over devices along one of these axes."""
-    different = sorted(varying_axes(x) & frozenset(axes))
-    if different:
+def check_replicated_scalar(x: Any, axis_names: Iterable[str] | None, what: str) -> None:
+    """Checks that a number does not vary over the devices that share a norm.
+
+    Args:
+      x: The number.
+      axis_names: The mapped axes along which devices share a norm. If None, all manual axes.
+      what: The name of the number in the message.
+
+    Raises:
+      ValueError: If the type of the number varies over one of these axes.
+    """
+    shared = manual_axes() if axis_names is None else frozenset(axis_names)
+    varying = sorted(varying_axes(x) & shared)
+    if varying:
         raise ValueError(
-            f"{argument} differs over the devices along {different}, which share one norm and must "
-            f"do the same with it: pass what is the same on all of them, as lax.pmean({argument}, "
-            f"{different}) is. If each device has gradients of its own, name in axis_name= only "
-            "the axes over which these are split"
+            f"{what} must be equal on all devices that share a norm, got a value that varies over "
+            f"{varying}; pass lax.pmean({what}, {varying}), or exclude axes with independent "
+            "gradients from axis_name"
         )
-
-
-def norm_axes(axis_names: Iterable[str] | None) -> Axes:
-    """The manual axes along which devices share a norm, as far as the user says it."""
-    return manual_axes() if axis_names is None else frozenset(axis_names)
 
 
 @functools.cache
 def _jaxpr_tracer_type() -> type:
-    """The class of arrays of a program that is being traced; it has no public name (JAX 0.10.2)."""
-    found = []
-    jax.make_jaxpr(lambda x: found.append(type(x)))(0.0)
-    return found[0]
+    # The class of arrays in a program that is traced has no public name (as of JAX 0.10.2).
+    types = []
+    jax.make_jaxpr(lambda x: types.append(type(x)))(0.0)
+    return types[0]
 
 
 def is_being_staged(traced: Sequence[Any]) -> bool:
-    """Whether there are traced arrays, all of a program that is being traced, as by `jit`."""
+    """Returns `True` if there are traced arrays, and all are staged, for example by `jit`."""
     return bool(traced) and all(isinstance(x, _jaxpr_tracer_type()) for x in traced)
 
 
 def unique_avals(arrays: PyTree) -> list[Any]:
-    """The types of these arrays, each once.
-
-    Callers pass the types on, because `jax.typeof` is slow.
-    """
+    """Returns the distinct types of arrays."""
+    # Callers reuse the types, because `jax.typeof` is slow.
     return list(dict.fromkeys(map(jax.typeof, jax.tree.leaves(arrays))))
 
 
 def check_not_unreduced(types: Iterable[Any]) -> None:
-    """Refuses types of values that must be summed over devices before they have a norm."""
+    """Checks that no type is that of a partial sum, which has no norm before it is reduced."""
     for aval in types:
         spec = getattr(getattr(aval, "sharding", None), "spec", None)
         kinds = (aval.manual_axis_type, spec)
         unreduced = {axis for kind in kinds for axis in getattr(kind, "unreduced", None) or ()}
         if unreduced:
             raise ValueError(
-                f"a leaf of type {aval} is a partial sum over {sorted(unreduced)}; sum it over the "
-                "devices (jax.lax.psum, or jax.reshard to a spec without them) before it is clipped"
+                "leaves must be reduced before clipping, got a partial sum over "
+                f"{sorted(unreduced)} of type {aval}; sum it over these axes with jax.lax.psum, or "
+                "reshard it with jax.reshard"
             )
 
 
 def shard_like(x: Array, like: Array) -> Array:
-    """`x`, which the compiler splits over devices in the same way as `like`.
+    """Makes the compiler shard `x` like another array.
 
-    If types or the user decide how arrays are split, `x` is returned unchanged.
+    If types or the user determine the shardings, `x` is returned unchanged.
     """
     sharding = getattr(jax.typeof(like), "sharding", None)
     types = () if sharding is None else sharding.mesh.axis_types
@@ -127,88 +129,76 @@ def shard_like(x: Array, like: Array) -> Array:
         return x
     if shard_alike is not None:
         return shard_alike(like, x)[1]
-    # `x` is always chosen. The barrier hides that from the compiler, which so splits both alike.
+    # `x` is always selected. The barrier hides this from the compiler, so it shards both equally.
     never = lax.optimization_barrier(jnp.zeros((), bool))
     return lax.select(never, like.astype(x.dtype), x)
 
 
 def has_vma_tracking() -> bool:
-    """Whether there are manual axes, and JAX tracks which values vary over them."""
+    """Returns `True` if there are manual axes, and types track the values that vary over them."""
     axes = manual_axes()
     return bool(axes) and varying_axes(pvary(jnp.zeros(()), axes)) == axes
 
 
 def pvary(x: Array, axes: Axes) -> Array:
-    """`x`, typed as varying over these manual axes too."""
+    """Marks `x` as varying over manual axes in its type."""
     missing = axes - varying_axes(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def pvary_like(batch: PyTree, tree: PyTree) -> PyTree:
-    """`tree`, typed inside `shard_map` as varying over the same devices as the batch.
+    """Marks a tree as varying over the same manual axes as the batch in its types.
 
-    Without this, JAX would sum gradients over these devices, because the parameters do not vary
-    over them: examples would be added up before they are clipped.
+    Otherwise, JAX sums gradients with respect to replicated parameters over the devices, so
+    examples are summed before they are clipped.
     """
     axes = tree_varying_axes(batch)
     return jax.tree.map(lambda x: pvary(jnp.asarray(x), axes), tree) if axes else tree
 
 
 def check_axis_names_bound(axis_names: Iterable[str]) -> None:
-    """Checks that a function is mapped over these axes."""
+    """Checks that the caller is mapped over these axes."""
     for name in axis_names:
         try:
             lax.axis_size(name)
         except NameError:
             raise ValueError(
-                f"axis_name names {name!r}, and nothing here is mapped over an axis of this name: "
-                "call it inside of pmap, shard_map or vmap(axis_name=), or leave axis_name out"
+                f"axis_name must be a mapped axis, got {name!r}; call the function inside pmap, "
+                "shard_map or vmap(axis_name=...), or omit axis_name"
             ) from None
 
 
 def axis_size(axes: Iterable[str]) -> int:
-    """The number of devices along these axes."""
+    """Returns the number of devices along axes."""
     return math.prod(map(lax.axis_size, axes))
 
 
-def share_among_replicas(x: Array, axes: Axes) -> Array:
-    """What each device along these axes adds, so that the sum is the `x` that all of them hold."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return x / axis_size(axes)
-    # An integer has no such parts: the first device adds all.
-    is_first = [lax.axis_index(axis) == 0 for axis in sorted(axes)]
-    return jnp.where(functools.reduce(operator.and_, is_first), x, 0)
-
-
 def psum(x: Array, axes: Axes) -> Array:
-    """The sum over the devices along these axes."""
+    """Sums over the devices along axes."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x
 
 
 @custom_jvp(nondiff_argnums=(1,))
 def pmax(x: Array, axes: Axes) -> Array:
-    """The maximum over the devices along these axes, of arrays without NaN.
+    """Computes the maximum over the devices along axes, of arrays without NaN.
 
-    Arrays with NaN cannot use it, because `lax.pmax` loses a NaN on a CPU (JAX 0.10.2).
+    `lax.pmax` does not propagate NaN on CPUs (as of JAX 0.10.2).
     """
     return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
 
 @pmax.defjvp
-def _largest_jvp(axes: Axes, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _(axes: Axes, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents
     maximum = pmax(x, axes)
-    is_there = (x == maximum).astype(x.dtype)
-    share = is_there / jnp.maximum(psum(is_there, axes), 1)
-    return maximum, psum(share * dx, axes)
+    is_maximum = (x == maximum).astype(x.dtype)
+    # Devices with equal maxima share the derivative.
+    weight = is_maximum / jnp.maximum(psum(is_maximum, axes), 1)
+    return maximum, psum(weight * dx, axes)
 
 
-def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
-    """The mesh and the spec in an array's type, if it says that it is split over devices."""
-    return _explicit_sharding(jax.typeof(x))
-
-
-def _explicit_sharding(aval: Any) -> tuple[Any, PartitionSpec] | None:
+def explicit_sharding(aval: Any) -> tuple[Any, PartitionSpec] | None:
+    """Returns the mesh and the spec in the type of a sharded array, or None."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or not axes_of(sharding.spec):
         return None
@@ -216,79 +206,79 @@ def _explicit_sharding(aval: Any) -> tuple[Any, PartitionSpec] | None:
 
 
 def is_unsharded(arrays: PyTree) -> bool:
-    """Whether no type of these arrays says that it may be split over devices."""
+    """Returns `True` if the types of arrays rule out that they are sharded."""
     types = unique_avals(arrays)
-    is_split = manual_axes() or automatic_mesh(types) or any(map(_explicit_sharding, types))
-    return not is_split
+    return not (
+        manual_axes() or find_mesh(AxisType.Auto, types) or any(map(explicit_sharding, types))
+    )
 
 
-def automatic_mesh(types: Iterable[Any]) -> Any:
-    """The mesh in one of these types over which the compiler splits arrays, if there is one."""
-    return _find_mesh(AxisType.Auto, types)
+def find_mesh(kind: AxisType, types: Iterable[Any]) -> Any:
+    """Returns the first mesh in these types that has axes of a kind, or None.
 
-
-def _find_mesh(kind: AxisType, types: Iterable[Any]) -> Any:
-    for of_type in types:
-        sharding = getattr(of_type, "sharding", None)
+    On a mesh with automatic axes, the compiler shards arrays.
+    """
+    for aval in types:
+        sharding = getattr(aval, "sharding", None)
         if sharding is not None and kind in sharding.mesh.axis_types:
             return sharding.mesh
     return None
 
 
 def explicit_mesh(types: Iterable[Any]) -> Any:
-    """The explicit mesh over which arrays of these types are split; None if there is none."""
-    shardings = map(_explicit_sharding, types)
+    """Returns the only mesh over which arrays of these types are sharded, or None."""
+    shardings = map(explicit_sharding, types)
     meshes = {sharding[0] for sharding in shardings if sharding}
     return meshes.pop() if len(meshes) == 1 else None
 
 
 def replicate(x: Any) -> Any:
-    """`x`, in full on each device of the explicit mesh in its type.
+    """Replicates an array on the explicit mesh in its type.
 
-    JAX 0.10.2 can neither sort an array along an axis that is split, nor write a row into it.
+    JAX can neither sort an array along a sharded axis, nor write a row into it (as of JAX 0.10.2).
     """
-    sharding = explicit_sharding(x)
+    sharding = explicit_sharding(jax.typeof(x))
     if sharding is None:
         return x
     return jax.sharding.reshard(x, NamedSharding(sharding[0], PartitionSpec()))
 
 
 def use_operand_mesh(types: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Sets the explicit mesh on which traced arrays of these types lie, if no mesh is set.
+    """Sets the explicit mesh in types of traced arrays, if no mesh is set.
 
-    Without it, JAX 0.10.2 cannot stack arrays under `vmap` that are split over an explicit mesh.
+    Otherwise, JAX cannot stack arrays under `vmap` that are sharded over an explicit mesh (as of
+    JAX 0.10.2).
     """
-    mesh = None if current_mesh() else _find_mesh(AxisType.Explicit, types)
+    mesh = None if current_mesh() else find_mesh(AxisType.Explicit, types)
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
 def place_on_mesh_of(tree: PyTree, like: PyTree) -> PyTree:
-    """`tree`, with its arrays typed as lying on all devices of the explicit mesh of `like`.
+    """Marks the arrays of a tree as replicated on the explicit mesh of traced arrays.
 
-    Without it, JAX 0.10.2 under `vmap` over an axis of the mesh can neither join mapped arrays with
-    unmapped ones, nor carry through `scan` what starts unmapped. In eager mode nothing changes.
+    Otherwise, under `vmap` over an axis of the mesh, JAX can neither combine mapped and unmapped
+    arrays, nor use an unmapped array as the first carry of a `scan` (as of JAX 0.10.2). In eager
+    mode, the tree is returned unchanged.
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(like))
-    mesh = _find_mesh(AxisType.Explicit, unique_avals(like)) if is_traced else None
-    return (
-        tree if mesh is None else jax.tree.map(functools.partial(_place_on_mesh, mesh=mesh), tree)
-    )
+    mesh = find_mesh(AxisType.Explicit, unique_avals(like)) if is_traced else None
+    return tree if mesh is None else jax.tree.map(lambda x: _place_on_mesh(x, mesh), tree)
 
 
 def retyped_like(like: PyTree, tree: PyTree) -> PyTree:
-    """`tree`, split over an explicit mesh as the types of `like` say."""
+    """Reshards a tree over the explicit meshes in the types of another tree."""
 
-    def retyped(like: Array, x: Array) -> Array:
+    def reshard_leaf(like: Array, x: Array) -> Array:
         sharding = getattr(jax.typeof(like), "sharding", None)
         if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types or manual_axes():
             return x
         return jax.sharding.reshard(x, NamedSharding(sharding.mesh, sharding.spec))
 
-    return jax.tree.map(retyped, like, tree)
+    return jax.tree.map(reshard_leaf, like, tree)
 
 
 def place_on_current_mesh(x: Array) -> Array:
-    """A traced array, typed as lying on all devices of the explicit mesh that is set."""
+    """Marks a traced array as replicated on the current explicit mesh in its type."""
     mesh = current_mesh()
     is_explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
     return _place_on_mesh(x, mesh) if is_explicit and isinstance(x, Tracer) else x
@@ -301,86 +291,104 @@ def _place_on_mesh(x: Any, mesh: Any) -> Any:
 
 
 def zeros_like_aval(aval: Any, leading_axes: Sequence[int] = ()) -> Array:
-    """Zeros of a type, with the axes `around` in front, split over an explicit mesh as it says."""
+    """Returns zeros with a type's shape, dtype and explicit sharding, after some leading axes."""
     zeros = jnp.zeros((*leading_axes, *aval.shape), aval.dtype)
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
         return zeros
-    spec = PartitionSpec(*(None for _ in leading_axes), *sharding.spec)
+    spec = PartitionSpec(*[None] * len(leading_axes), *sharding.spec)
     return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
 
 
-# A compiled function of its own, so that it is traced once for the sums at all scales.
+# Jitted so that the sums at all scales share one trace.
 @functools.partial(jax.jit, static_argnames="axis")
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
-    """Stacks arrays of one shape along a new axis."""
-    # Not `jnp.stack`, which fails on an explicit mesh (JAX 0.10.2) if `vmap` maps only some of the
-    # arrays.
+    """Stacks arrays with equal shapes along a new axis."""
+    # `jnp.stack` fails on an explicit mesh if `vmap` maps only some of the arrays (as of JAX
+    # 0.10.2).
     shape = (*arrays[0].shape[:axis], 1, *arrays[0].shape[axis:])
     kept = [i for i in range(len(shape)) if i != axis]
-    # Not `expand_dims`, which takes twice as long to trace.
+    # `expand_dims` takes twice as long to trace as `broadcast_in_dim` (as of JAX 0.10.2).
     return lax.concatenate([lax.broadcast_in_dim(x, shape, kept) for x in arrays], axis)
 
 
 def reuse_buffers(old: PyTree, new: PyTree) -> PyTree:
-    """`new`, each leaf of which `jit` can put where that of `old` is, if that is donated.
+    """Returns `new`, and lets `jit` store its leaves in the donated buffers of `old`.
 
-    `jit` drops an argument that nothing reads, so a state that is only written would lie elsewhere
-    after each step, and on a GPU XLA (JAX 0.11.2) then sets up every kernel that such a change
-    touches once more: on an H100, in AdamW's step with 50 million entries, the clip by the global
-    norm would add 0.9 ms in the place of 0.4 ms. XLA removes the choice between the two.
+    `jit` drops arguments that are not read. Therefore, a state that is only written would move to
+    another buffer at each step, and XLA on GPUs then prepares all kernels that use it again (as of
+    JAX 0.11.2). On an H100, in AdamW's step with 50 million elements, clipping by the global norm
+    would add 0.9 ms instead of 0.4 ms. XLA removes the selection between both.
     """
-
-    def choose_structure(x: Array, y: Array) -> Array:
-        return lax.select(np.True_, x, y) if isinstance(y, Tracer) else x
-
-    # The structure is that of `new`: a state before may have lost its names.
-    return jax.tree.map(choose_structure, new, old)
-
-
-def has_mixed_axis_types(mesh: Any) -> bool:
-    """Whether a mesh has explicit axes and automatic ones."""
-    return mesh is not None and {AxisType.Explicit, AxisType.Auto} <= set(mesh.axis_types)
+    # The structure is that of `new`, because the old state may have lost its names.
+    return jax.tree.map(
+        lambda x, y: lax.select(np.True_, x, y) if isinstance(y, Tracer) else x, new, old
+    )
 
 
 def use_auto_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
-    """`fn` with the mesh's explicit axes made automatic, so that the compiler splits arrays.
+    """Makes the explicit axes of the mesh automatic in `fn`, so the compiler shards arrays.
 
-    Manual axes stay manual. `out_specs` has a `PartitionSpec` for each array that `fn` returns.
+    Manual axes stay manual. `out_specs` is a pytree prefix of the results with `PartitionSpec`s.
     """
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
-    # In `jit`, because `auto_axes` alone fails in eager mode inside of `shard_map` (JAX 0.10.2).
+    # Without `jit`, `auto_axes` fails in eager mode inside `shard_map` (as of JAX 0.10.2).
     return jax.jit(jax.sharding.auto_axes(fn, out_sharding=shardings, axes=axes))
 
 
 def spec_of(x: Any) -> PartitionSpec:
-    """The spec by which an array is split over an explicit mesh; a spec is returned as it is."""
+    """Returns the spec of an array on an explicit mesh. A spec is returned unchanged."""
     if isinstance(x, PartitionSpec):
         return x
-    sharding = explicit_sharding(x)
+    sharding = explicit_sharding(jax.typeof(x))
     return PartitionSpec() if sharding is None else sharding[1]
 
 
 def spec_names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes over which a spec splits one dimension, in order."""
+    """Returns the mesh axes in an entry of a spec, in order."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axes_of(spec: PartitionSpec) -> Axes:
-    """The mesh axes over which a spec splits an array."""
+    """Returns the mesh axes in a spec."""
     return union_axes(map(spec_names, spec))
 
 
+def as_spec(spec: Any) -> PartitionSpec:
+    """Returns the spec of a `NamedSharding`. A `PartitionSpec` is returned unchanged."""
+    if not isinstance(spec, (PartitionSpec, NamedSharding)):
+        raise TypeError(
+            f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}; wrap tuples "
+            "in PartitionSpec"
+        )
+    return spec.spec if isinstance(spec, NamedSharding) else spec
+
+
+def select_spec_entries(
+    spec: PartitionSpec | NamedSharding, axes: Sequence[int], rank: int
+) -> PartitionSpec | NamedSharding:
+    """Returns the spec of an array with some axes of an array, in this order.
+
+    Args:
+      spec: The spec or sharding of an array.
+      axes: Non-negative axes of this array.
+      rank: The number of axes of this array.
+    """
+    entries = [*as_spec(spec), *[None] * rank]
+    selected = PartitionSpec(*(entries[axis] for axis in axes))
+    return NamedSharding(spec.mesh, selected) if isinstance(spec, NamedSharding) else selected
+
+
 def current_mesh() -> Any:
-    """The mesh that was set, or the mesh of the surrounding `shard_map`; None if there is none."""
+    """Returns the current mesh, for example that of a surrounding `shard_map`, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
 
 def constrain_replicated(x: Array, mesh: Any) -> Array:
-    """`x`, with a full copy on every device."""
+    """Makes the compiler replicate `x` on all devices of a mesh."""
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))

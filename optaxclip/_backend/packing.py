@@ -1,4 +1,4 @@
-"""Arrays of all groups in one vector, and back, in the way that compiles least on each platform."""
+"""Packs the arrays of all groups into a vector and back, with few kernels on all platforms."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from optaxclip._base.types import NormTree
 
 
 def arrange_by_layout(arrays: Sequence[Array], grouping: Grouping) -> NormTree:
-    """The norms in the form that the grouping's layout names, from an array for each group."""
+    """Arranges the norms of groups in the layout of the grouping: a scalar, a dict or a vector."""
     if grouping.layout == "scalar":
         return arrays[0]
     if grouping.layout == "dict":
@@ -25,12 +25,12 @@ def arrange_by_layout(arrays: Sequence[Array], grouping: Grouping) -> NormTree:
 
 
 def ravel_and_concatenate(arrays: Iterable[Array]) -> Array:
-    """The entries of all arrays in one vector, in the widest of the arrays' dtypes."""
+    """Concatenates the elements of arrays to a vector, in the widest of their dtypes."""
     arrays = tuple(arrays)
     return _concatenate(arrays) if arrays else jnp.zeros(0)
 
 
-# A compiled function of its own, so that it is traced once for all arrays of the same groups.
+# Jitted so that arrays of the same groups share one trace.
 @jax.jit
 def _concatenate(arrays: Sequence[Array]) -> Array:
     flat = [x if x.ndim == 1 else lax.reshape(x, (x.size,)) for x in arrays]
@@ -38,76 +38,66 @@ def _concatenate(arrays: Sequence[Array]) -> Array:
 
 
 def split_and_reshape(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """The arrays `[..., *shape]` that a vector `[..., entries]` holds; undoes `concatenated`.
+    """Splits a vector `[..., elements]` into arrays `[..., *shape]`.
 
-    Start positions are operands, not constants, so that XLA compiles one kernel for all arrays of
-    one shape. For block RMS over 200 leaves of two shapes it compiles 14 kernels; slices at
-    constant positions take 211 and, on a CPU, eight times as long to compile.
+    Start positions are operands instead of constants, so XLA compiles one kernel for all arrays
+    with equal shapes. For block RMS over 200 leaves with two shapes, it compiles 14 kernels. Slices
+    at constant positions need 211, and take eight times as long to compile on CPUs.
     """
-    # In `jax.export` sizes may be symbolic; then start positions are operands in any case.
+    # Sizes may be symbolic in `jax.export`, which makes start positions operands in any case.
     is_symbolic = static_size_or_none(vector.shape[-1]) is None
-    return _split(vector, shapes) if is_symbolic else _split_up(vector, tuple(shapes))
+    return _split(vector, shapes) if is_symbolic else _split_at_operands(vector, tuple(shapes))
 
 
 def _split(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     pieces = lax.split(vector, list(map(math.prod, shapes)), axis=vector.ndim - 1)
-    return _reshape_pieces(pieces, shapes)
-
-
-def _reshape_pieces(pieces: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     with_shapes = zip(pieces, shapes, strict=True)
     return [x.reshape((*x.shape[:-1], *shape)) for x, shape in with_shapes]
 
 
 @custom_jvp(nondiff_argnums=(1,))
-def _split_up(vector: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    starts, sizes = _offsets(vector, shapes), map(math.prod, shapes)
-    pieces = [_piece(vector, start, size) for start, size in zip(starts, sizes, strict=True)]
-    return _reshape_pieces(pieces, shapes)
+def _split_at_operands(vector: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+    front, length = vector.shape[:-1], vector.shape[-1]
+    count, sizes = math.prod(front), list(map(math.prod, shapes))
+    starts = itertools.accumulate(sizes, initial=0)
+    pieces = []
+    for start, size in zip(starts, sizes, strict=False):
+        if count > 1:
+            # Positions in the flattened vector.
+            positions = np.arange(count)[:, None] * length + start  # [rows, 1]
+        else:
+            # XLA turns a single start position into a constant (as of JAX 0.10.2), so a second
+            # position is added, which is ignored.
+            unused = 0 if start else max(length - size, 0)
+            positions = np.array([[start], [unused]])
+        pieces.append(_slice(vector, np.asarray(positions, np.int32), size))  # [..., size]
+    return [x.reshape((*front, *shape)) for x, shape in zip(pieces, shapes, strict=True)]
 
 
-@_split_up.defjvp
+@_split_at_operands.defjvp
 def _(
     shapes: tuple[tuple[int, ...], ...], primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[list[Array], list[Array]]:
-    (vector,), (change,) = primals, tangents
-    # JAX transposes this to one concatenation, but each `_piece` to an array of the vector's size:
-    # with these, a derivative for 200 leaves with a norm each takes 2.3 seconds longer to compile.
-    return _split_up(vector, shapes), _split(change, shapes)
+    (vector,), (tangent,) = primals, tangents
+    # JAX transposes `_split` to one concatenation, but each `_slice` to an array with the size of
+    # the vector. With the latter, a derivative for 200 leaves with separate norms takes 2.3 seconds
+    # longer to compile.
+    return _split_at_operands(vector, shapes), _split(tangent, shapes)
 
 
-def _offsets(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """For each array, its start position in each row of the flattened vector."""
-    count, length, sizes = math.prod(vector.shape[:-1]), vector.shape[-1], map(math.prod, shapes)
-    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
-    if count > 1:
-        rows = np.arange(count)[:, None] * length
-        return [np.asarray(rows + start, np.int32) for start in starts]
-    # XLA (JAX 0.10.2) turns a single start position into a constant, so each array gets a second
-    # start position, which is ignored.
-    last_starts = [max(length - math.prod(shape), 0) for shape in shapes]
-    return [
-        np.array([[start], [0 if start else last]], np.int32)
-        for start, last in zip(starts, last_starts, strict=True)
-    ]
-
-
-# A compiled function of its own, so that it is traced once for all pieces of one size.
+# Jitted so that pieces with equal sizes share one trace.
 @functools.partial(jax.jit, static_argnums=2)
-def _piece(vector: Array, starts: Array, size: int) -> Array:
-    gathered, sliced = (
-        functools.partial(way, size=size) for way in (_slice_by_gather, _dynamic_slice)
-    )
-    return lax.platform_dependent(vector, starts, cpu=gathered, default=sliced)
+def _slice(vector: Array, starts: Array, size: int) -> Array:
+    """Returns the elements of a vector, or of all rows of a matrix, from a start position on."""
 
+    def slice_by_gather(vector: Array, starts: Array) -> Array:
+        numbers = lax.GatherDimensionNumbers((1,), (), (0,))
+        mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        flat, front = lax.reshape(vector, (vector.size,)), vector.shape[:-1]
+        pieces = lax.gather(flat, starts, numbers, (size,), mode=mode)  # [rows, size]
+        return pieces[: math.prod(front)].reshape((*front, size))
 
-def _slice_by_gather(vector: Array, starts: Array, *, size: int) -> Array:
-    numbers = lax.GatherDimensionNumbers((1,), (), (0,))
-    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    rows, front = lax.reshape(vector, (vector.size,)), vector.shape[:-1]
-    pieces = lax.gather(rows, starts, numbers, (size,), mode=mode)
-    return pieces[: math.prod(front)].reshape((*front, size))
+    def slice_by_start(vector: Array, starts: Array) -> Array:
+        return lax.dynamic_slice_in_dim(vector, starts[0, 0], size, axis=-1)
 
-
-def _dynamic_slice(vector: Array, starts: Array, *, size: int) -> Array:
-    return lax.dynamic_slice_in_dim(vector, starts[0, 0], size, axis=-1)
+    return lax.platform_dependent(vector, starts, cpu=slice_by_gather, default=slice_by_start)

@@ -223,8 +223,7 @@ def get_known_norm(options: Options, extra_args: dict[str, Any], layout: str) ->
 def _check_known_norm(norm: Any, argument: str, options: Options) -> Array:
     """Checks a norm from the user, which may be negative or NaN, and converts it to an array."""
     given = jnp.asarray(check_threshold_value(norm, argument, allow_any_number=True))
-    shared = meshes.norm_axes(options.axis_names)
-    meshes.check_replicated(given, shared, f"{options.name}: {argument}")
+    meshes.check_replicated_scalar(given, options.axis_names, f"{options.name}: {argument}")
     return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)
 
 

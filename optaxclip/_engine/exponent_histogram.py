@@ -62,12 +62,7 @@ def _histogram_plan(leaves: list[Any], plan: Plan, *, wide: bool) -> Plan:
         # A leaf becomes a single group, whose counts are summed over all axes of the leaf.
         all_axes = tuple(tuple(range(np.ndim(leaf))) for leaf in leaves)
         grouping = dataclasses.replace(grouping, axes=all_axes, layout="vector")
-        reduced = tuple(map(placement.axes_of, range(len(leaves))))
-        placement = dataclasses.replace(
-            placement, reduced_mesh_axes=reduced, kept_mesh_axes=((),) * len(leaves)
-        )
+        placement = placement.with_whole_leaves()
     groups = tuple(dataclasses.replace(x, shape=(*x.shape, *trailing)) for x in groups)
-    # The axes of the counts are not sharded.
-    kept = tuple((*axes, (), ()) for axes in placement.kept_mesh_axes)
-    placement = dataclasses.replace(placement, kept_mesh_axes=kept)
-    return Plan(dataclasses.replace(grouping, groups=groups), placement)
+    grouping = dataclasses.replace(grouping, groups=groups)
+    return Plan(grouping, placement.with_trailing_axes(len(trailing)))

@@ -1,28 +1,28 @@
-"""Threshold rules: the largest norm that a group may have at this step.
+"""Threshold rules, which compute the maximum norm of the groups at a step.
 
-A rule is a `ThresholdRule`, a pair of functions `(init, update)` of the norms of all groups. It works
-for any scope, because the norms come in one array whatever the groups are:
+A rule is a `ThresholdRule`, a pair of functions `(init, update)`. All rules work with all scopes,
+because they receive the norms of all groups as one array::
 
   def update(norms, state, param_norms):
-      thresholds = ...                      # an array like norms
+      thresholds = ...                      # an array with the shape of norms
       return Thresholds(trigger=thresholds, target=thresholds), state
 
-  rule                          | the threshold of a group's norm
-  ------------------------------|--------------------------------------------------------
-  `constant(threshold)`             | a number
-  `schedule(fn)`                | a number for each step
-  `relative_to_params(ratio)`   | a share of its parameters' norm
-  `zscore()`                    | the moving mean of its norms plus deviations (ZClip)
-  `ema()`                       | a multiple of their moving average
-  `adagc()`                     | a little above their moving average (AdaGC)
+  rule                          | threshold of a group
+  ------------------------------|------------------------------------------------------------
+  `constant(threshold)`         | a number
+  `schedule(fn)`                | a function of the step count
+  `relative_to_params(ratio)`   | a fraction of the norm of its parameters
+  `zscore()`                    | the moving mean of its norms plus standard deviations (ZClip)
+  `ema()`                       | a multiple of the moving average of its norms
+  `adagc()`                     | a small multiple of this average (AdaGC)
   `percentile()`                | a percentile of its last norms (AutoClip)
-  `window()`                    | the mean of its last norms plus deviations
+  `window()`                    | the mean of its last norms plus standard deviations
   `median()`                    | a multiple of the median of its last norms
-  `quantile()`                  | moves until a chosen share of its norms is below
-  `log_tracker()`               | the mean of the norms' logarithms plus deviations
-  `mean_over_rms()`             | the mean of its norms over their root mean square
+  `quantile()`                  | adapted until a target fraction of its norms is below it
+  `log_tracker()`               | the mean of the logarithms of its norms plus deviations
+  `mean_over_rms()`             | the mean of its norms divided by their root mean square
 
-`adaptive` makes a rule from another statistic, and `given` makes one from thresholds that you have.
+Use `adaptive` to make a rule from another statistic, and `fixed` for an array of thresholds.
 """
 
 from optaxclip.thresholds.adaptive import AdaptiveState as AdaptiveState

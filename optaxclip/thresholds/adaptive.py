@@ -1,21 +1,22 @@
-"""The rules that learn from past norms share a statistic and six options.
+"""The base of all rules that learn from past norms.
 
-Such a rule has a `Statistic` of the norms so far. Its options mean the same in all rules:
+Such a rule consists of a `Statistic` of the past norms and of options with a common meaning:
 
   option         | meaning
   ---------------|------------------------------------------------------------------------------
-  `record`       | what a norm above its threshold adds to the statistic: itself ("raw"), the norm it
-                 | was clipped to ("clipped"), its threshold ("capped"), or nothing ("accepted")
-  `inclusive`    | whether a norm counts in the statistic that judges it
-  `warmup_steps` | how many norms must have been recorded before there is a threshold
-  `floor`        | smaller norms are not recorded, and no threshold falls below it
-  `patience`     | after this many norms in a row above their threshold the raw norm is recorded, until
-                 | a norm is at or below its threshold; with None it never is
-  `max_norm`     | a cap on every threshold, in the warm-up too
+  `record`       | The value that a norm above its threshold adds to the statistic: the norm
+                 | ("raw"), the norm after clipping ("clipped"), the threshold ("capped"), or
+                 | no value ("accepted").
+  `inclusive`    | If True, the statistic includes the norm before its threshold is computed.
+  `warmup_steps` | The number of recorded norms after which there is a threshold.
+  `floor`        | Smaller norms are not recorded, and thresholds are not smaller.
+  `patience`     | After this many consecutive norms above their threshold, raw norms are recorded
+                 | until a norm is at or below its threshold. `None` disables this.
+  `max_norm`     | An upper bound on all thresholds, including the warmup.
 
-The published rules have neither a floor nor patience: `patience=None, floor=0.0`. Without patience,
-a rule that records clipped norms may clip for ever after a lasting rise of the norms. A norm that
-is not finite leaves the state exactly as it was.
+The published rules have neither a floor nor patience. Use `patience=None, floor=0.0` to get them.
+Without patience, a rule that records clipped norms may never stop clipping after a lasting increase
+of the norms. Non-finite norms do not change the state.
 """
 
 import dataclasses
@@ -37,72 +38,75 @@ from optaxclip._base.validation import (
     check_choice,
     validate_call,
 )
-from optaxclip.thresholds.rule import check_threshold_value, has_value, refuse_narrow
+from optaxclip.thresholds.rule import check_precision, check_threshold_value, has_value
 
 Record = Literal["raw", "clipped", "capped", "accepted"]
 
 DEFAULT_FLOOR = 1e-8
-"""The default floor; a gradient with a smaller norm is practically zero."""
+"""The default floor. Gradients with smaller norms are practically zero."""
 
 DEFAULT_PATIENCE = 20
-"""The default patience; a rise of the norms that lasts longer is not a spike."""
+"""The default patience. A longer increase of the norms is not considered a spike."""
 
 
-_OF_ALL_RULES = {
+_DEFAULT_SECTIONS = {
     "Returns": """Returns:
   A `ThresholdRule`. Its thresholds are arrays with the shape and dtype of the norms.""",
     "Raises": """Raises:
-  ValueError: if an option is out of its range.
-  TypeError: if an option is not a number, or a decay has fewer digits than float32.""",
+  ValueError: If an option is out of its range.
+  TypeError: If an option is not a number, or if a decay is less precise than float32.""",
 }
 
 
 def rule_factory(fn: Function) -> Function:
-    """`asks` for a function that makes a rule; its docstring gets what all of these say."""
-    asked = validate_call()(fn)
-    asked.__doc__ = add_default_sections(fn.__doc__, _OF_ALL_RULES)
-    return asked
+    """Validates the calls of a function that makes a rule, and completes its docstring."""
+    validated = validate_call()(fn)
+    validated.__doc__ = add_default_sections(fn.__doc__, _DEFAULT_SECTIONS)
+    return validated
 
 
 class Statistic(Protocol):
-    """A statistic of past norms, for one group or for an array of groups.
+    """A statistic of past norms for one group or an array of groups.
 
-    Statistics are hashable, because they are static under `jit`; the numbers that they compute with
-    are traced, and come as `settings`. A statistic keeps a deviation and not a variance, because
+    A statistic must be hashable, because it is static under `jit`. The numbers for its computations
+    are traced and passed as `settings`. It should store a deviation instead of a variance, because
     the square of a norm may overflow in float32.
 
-    Two attributes are optional. `window: int` is for a statistic that keeps the last values in a
-    ring, the next one in place `count % window`: when the count reaches the largest int32, it falls
-    by a multiple of `window`. `any_sign = True` allows numbers below 0, such as losses.
+    There are two optional attributes. If a statistic has a ring buffer of past norms with the next
+    slot at `count % window`, it must have an attribute `window: int`. A count that reaches the
+    largest int32 is then reduced by a multiple of `window`. `any_sign = True` allows negative
+    numbers, such as losses.
     """
 
     def init(self, settings: Any, like: Array) -> PyTree:
-        """The state before the first norm, float32, for groups of the shape of `like`."""
+        """Returns the initial float32 state for groups with the shape of `like`."""
         ...
 
     def observe(self, settings: Any, state: PyTree, norm: Array, count: Array) -> PyTree:
-        """The state after one more finite norm; `count` norms were recorded before it."""
+        """Returns the state after a finite norm that follows `count` recorded norms."""
         ...
 
     def compute_thresholds(
         self, settings: Any, state: PyTree, norm: Array, count: Array
     ) -> Thresholds:
-        """The thresholds for these norms; they are infinite until a norm was recorded.
+        """Returns the thresholds for these norms, which are infinite before the first norm.
 
-        A norm that is not finite comes as 0.
+        Non-finite norms are passed as 0.
         """
         ...
 
 
 @register_state
 class AdaptiveState(NamedTuple):
-    """State of a rule that learns from past norms. Arrays have an entry for each group.
+    """State of a rule that learns from past norms. The arrays have one element per group.
 
     Attributes:
-      recorded: int32, how many norms were recorded.
-      streak: int32, how many norms in a row, up to the latest, were above their threshold.
-      statistic: the state of the statistic.
-      rule: the rule's name, as a tuple of one; part of the structure, not an array.
+      num_recorded: int32, the number of recorded norms.
+      num_consecutive_clipped: int32, the number of consecutive norms above their threshold, up to
+        the latest norm.
+      statistic: The state of the statistic.
+      rule: The name of the rule as a tuple of length one. It is a part of the structure, not an
+        array.
     """
 
     num_recorded: Array
@@ -118,13 +122,8 @@ class _StaticConfig:
     record: Record
     inclusive: bool
     reject: bool
+    rule: StaticNames
     has_floor: bool = True
-
-    @property
-    def rule(self) -> StaticNames:
-        """The name of the rule, made from that of its statistic."""
-        words = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self.statistic).__name__)
-        return StaticNames((words.strip("_").lower(),))
 
 
 class _Options(NamedTuple):
@@ -147,25 +146,26 @@ def adaptive(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """A rule from a statistic and the shared options of `optaxclip.thresholds.adaptive`.
+    """Makes a rule from a statistic and the shared options of `optaxclip.thresholds.adaptive`.
 
     Args:
-      statistic: what the rule keeps of past norms.
-      settings: a pytree of numbers for the statistic.
-      record: what a norm above its threshold adds to the statistic.
-      inclusive: whether a norm counts in the statistic that judges it.
-      reject: whether a norm above its threshold is brought to 0 instead of to its target.
-      warmup_steps: how many norms must have been recorded before there is a threshold.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      patience: how many norms in a row may exceed their threshold before the raw norm is recorded.
-      max_norm: a cap on every threshold.
+      statistic: The statistic of past norms.
+      settings: A pytree of numbers for the statistic.
+      record: The value that a norm above its threshold adds to the statistic.
+      inclusive: If True, the statistic includes the norm before its threshold is computed.
+      reject: If True, norms above their threshold are reduced to 0 instead of their target.
+      warmup_steps: The number of recorded norms after which there is a threshold.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      patience: The number of consecutive norms above their threshold after which raw norms are
+        recorded. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Returns:
       A `ThresholdRule`. Its thresholds are arrays with the shapes of the norms, float32 or wider.
 
     Raises:
-      ValueError: if an option is out of its range.
-      TypeError: if an option is not a number, or a flag is neither True nor False.
+      ValueError: If an option is out of its range.
+      TypeError: If an option is not a number, or if a flag is neither True nor False.
     """
     record = check_choice(record, get_args(Record), "record")
     options = _Options(
@@ -176,8 +176,14 @@ def adaptive(
         if max_norm is None
         else check_threshold_value(max_norm, "max_norm", disabled_value="None"),
     )
+    # The name of the rule in its state: `_LogTracker` becomes "log_tracker".
+    words = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(statistic).__name__)
     static = _StaticConfig(
-        statistic, record, check_bool(inclusive, "inclusive"), check_bool(reject, "reject")
+        statistic,
+        record,
+        check_bool(inclusive, "inclusive"),
+        check_bool(reject, "reject"),
+        rule=StaticNames((words.strip("_").lower(),)),
     )
     return ThresholdRule(
         Partial(_init, static, settings), Partial(_update, static, options, settings)
@@ -185,66 +191,70 @@ def adaptive(
 
 
 def remove_floor(rule: ThresholdRule, argument: str) -> ThresholdRule:
-    """The rule without its floor, for numbers that may be negative, such as losses.
+    """Removes the floor of a rule for numbers that can be negative, such as losses.
 
-    A rule that `adaptive` did not make is returned as it is.
+    Rules that were not made by `adaptive` are returned unchanged.
     """
     if not isinstance(rule.update, Partial) or rule.update.func is not _update:
         return rule
+    # The arguments of the `Partial` that `adaptive` made.
     static, options, settings = rule.update.args
     if not getattr(static.statistic, "any_sign", False):
         raise ValueError(
-            f"{argument} must be a rule that allows negative numbers, as losses may be negative; "
-            "got a rule for norms alone: use thresholds.window, zscore, percentile, median or "
-            "ema, or a number"
+            f"{argument} must be a rule that allows negative numbers, got {static.rule.names[0]}; "
+            "use thresholds.window, zscore, percentile, median or ema, or a number"
         )
     static = dataclasses.replace(static, has_floor=False)
     return dataclasses.replace(rule, update=Partial(_update, static, options, settings))
 
 
 def check_minimum(value: Any, minimum: float, argument: str) -> Any:
-    """`value`, checked to be a number; unless it is traced, it must be at least `minimum`."""
+    """Checks that `value` is a number of at least `minimum`, unless traced, and returns it."""
     return check_range(value, minimum, float("inf"), argument)
 
 
-def cast_to_float32(number: Any) -> Array:
-    """A number as a float32 array."""
-    return jnp.asarray(number).astype(jnp.float32)
-
-
-def signed_multiple(number: Any, of: Array) -> Array:
-    """`of + (number - 1) * abs(of)`, which is `number * of` unless `of` is negative.
-
-    It is infinite if one of the two is infinite, even if the other is 0.
-    """
-    number = cast_to_float32(number)
-    infinite = jnp.isinf(number) | jnp.isinf(of)
-    number = jnp.where(of < 0, 2 - number, number)
-    return jnp.where(infinite, jnp.inf, jnp.where(infinite, 0, number) * jnp.where(infinite, 0, of))
-
-
 def check_range(value: Any, low: float, high: float, argument: str, remedy: str = "") -> Any:
-    """`value`, checked to be a number; unless it is traced, it must be from `low` to `high`.
+    """Checks that `value` is a number from `low` to `high` and returns it.
 
-    A number with a largest value must have the digits of float32. `remedy` ends the message.
+    The range of traced values is not checked. If `high` is finite, the precision must be at least
+    that of float32. The message ends with `remedy`.
     """
     value = check_threshold_value(value, argument)
     if high < float("inf"):
-        refuse_narrow(value, argument)
+        check_precision(value, argument)
     if has_value(value) and not low <= float(jax.device_get(value)) <= high:
         raise ValueError(f"{argument} must be from {low:g} to {high:g}, got {value!r}{remedy}")
     return value
 
 
+def cast_to_float32(number: Any) -> Array:
+    """Converts a number to a float32 array."""
+    return jnp.asarray(number).astype(jnp.float32)
+
+
+def signed_multiple(number: Any, of: Array) -> Array:
+    """Returns `of + (number - 1) * abs(of)`, which is `number * of` unless `of` is negative.
+
+    The result is infinite if `number` or `of` is infinite, even if the other factor is 0.
+    """
+    number = cast_to_float32(number)
+    infinite = jnp.isinf(number) | jnp.isinf(of)
+    # of + (number - 1) * abs(of) = (2 - number) * of for a negative `of`
+    number = jnp.where(of < 0, 2 - number, number)
+    return jnp.where(infinite, jnp.inf, jnp.where(infinite, 0, number) * jnp.where(infinite, 0, of))
+
+
 def select_tree(where: Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` where `where` is True, else `old`; arrays may have further axes behind its axes."""
+    """Selects `new` where `where` is True and `old` elsewhere. Arrays can have leading axes."""
+    # A statistic may have a leading axis for a window, [window, groups].
     return jax.tree.map(lambda x, y: jnp.where(jnp.broadcast_to(where, y.shape), x, y), new, old)
 
 
 def safe_hypot(x: Array, y: Array) -> Array:
-    """`sqrt(x**2 + y**2)`, even if a square overflows or underflows."""
+    """Computes `sqrt(x**2 + y**2)` without overflow or underflow of the squares."""
+    # Division by a power of two near the larger number prevents overflow of the squares.
     unit = jax.lax.stop_gradient(floor_pow2(jnp.maximum(jnp.abs(x), jnp.abs(y))))
-    x, y = (jnp.square(divide_by_pow2(each, unit)) for each in (x, y))
+    x, y = (jnp.square(divide_by_pow2(part, unit)) for part in (x, y))
     return unit * safe_sqrt(x + y)
 
 
@@ -262,38 +272,42 @@ def _update(
     param_norms: Array | None,
 ) -> tuple[Thresholds, AdaptiveState]:
     del param_norms
-    # A state that was restored from a checkpoint may hold NumPy arrays.
+    # States restored from checkpoints may contain NumPy arrays.
     state = jax.tree.map(jnp.asarray, state)
     statistic = static.statistic
     period = getattr(statistic, "window", 1)
+    # All arrays from here on have the shape of the norms, [groups].
     is_finite, largest = jnp.isfinite(norms), float(jnp.finfo(jnp.float32).max)
-    # A traced floor may be negative, but a rule must not record a negative threshold as a norm.
+    # A traced floor can be negative, but negative thresholds must not be recorded as norms.
     floor = (
         jnp.maximum(cast_to_float32(options.floor), 0)
         if static.has_floor
         else cast_to_float32(-jnp.inf)
     )
-    # The state is float32, so norms in float64 are converted.
+    # The state uses float32, so float64 norms are converted.
     norm = saturating_cast(jnp.where(is_finite, norms, 0), jnp.dtype(jnp.float32))
-    counts = is_finite & (norm >= floor)
+    is_recorded = is_finite & (norm >= floor)
 
-    def where_recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
+    def record(x: Array, where: Array) -> tuple[Array, PyTree]:
+        # Averages of infinite thresholds would stay infinite.
         x = jnp.clip(x, -largest, largest)
-        new = statistic.observe(settings, state.statistic, x, state.num_recorded)
+        observed = statistic.observe(settings, state.statistic, x, state.num_recorded)
         count = safe_increment(state.num_recorded, where, period=period)
-        return count, select_tree(where, new, state.statistic)
+        return count, select_tree(where, observed, state.statistic)
 
-    count, kept = state.num_recorded, state.statistic
+    count, new = state.num_recorded, state.statistic
     if static.inclusive:
-        count, kept = where_recorded(norm, counts)
-    rule = statistic.compute_thresholds(settings, kept, norm, count)
+        count, new = record(norm, is_recorded)
+    thresholds = statistic.compute_thresholds(settings, new, norm, count)
     is_ready = count >= options.warmup_steps
+    # f32[groups], infinite during the warmup
     trigger, target = (
-        jnp.where(is_ready, jnp.maximum(threshold, floor), jnp.inf) for threshold in rule
+        jnp.where(is_ready, jnp.maximum(threshold, floor), jnp.inf) for threshold in thresholds
     )
     if static.reject:
         target = jnp.where(jnp.isinf(trigger), trigger, 0)
-    is_above = is_finite & (norm > trigger)
+    is_above = is_finite & (norm > trigger)  # bool[groups]
+    # Non-finite norms leave the streak unchanged.
     streak = jnp.where(
         is_finite,
         jnp.where(is_above, safe_increment(state.num_consecutive_clipped), 0),
@@ -301,20 +315,22 @@ def _update(
     )
     if not static.inclusive:
         by_record = {"raw": norm, "clipped": target, "capped": trigger, "accepted": norm}
-        patience_exhausted = jnp.zeros_like(counts)
+        # Use raw norms after more than `patience` norms above the threshold.
+        patience_exhausted = jnp.zeros_like(is_recorded)
         if options.patience is not None:
             patience_exhausted = streak > options.patience
         x = jnp.where(is_above & ~patience_exhausted, by_record[static.record], norm)
         if static.record == "accepted":
-            counts = counts & (~is_above | patience_exhausted)
-        count, kept = where_recorded(x, counts)
+            is_recorded = is_recorded & (~is_above | patience_exhausted)
+        count, new = record(x, is_recorded)
     if norms.dtype == jnp.float64:
-        # The conversion to float32 may have rounded a norm down to its threshold. Then the threshold is
-        # raised to the float64 norm, so that the rule and the clip agree.
+        # The conversion to float32 may round a norm down to its threshold. The threshold is then
+        # increased to the float64 norm, so the clipping also treats it as not above.
         trigger = trigger.astype(norms.dtype)
         trigger = jnp.where(is_finite & ~is_above, jnp.maximum(trigger, norms), trigger)
     if options.max_norm is not None:
         cap = cast_to_float32(options.max_norm)
+        # A norm between the cap and its threshold is clipped to the cap.
         target = jnp.where(is_above | (norm <= cap), jnp.minimum(target, cap), cap)
         trigger = jnp.minimum(trigger, cap.astype(trigger.dtype))
-    return Thresholds(trigger, target), AdaptiveState(count, streak, kept, static.rule)
+    return Thresholds(trigger, target), AdaptiveState(count, streak, new, static.rule)

@@ -1,10 +1,11 @@
-"""Rules over moving averages: a multiple of the mean, the mean plus deviations.
+"""Rules based on moving averages: `ema`, `zscore` and `mean_over_rms`.
 
-A variance is computed as an average of squared deviations from the mean. In float32, the difference
-between the mean square and the squared mean would lose its digits to cancellation.
+Variances are averages of squared deviations from the mean, because the difference between the mean
+square and the squared mean would suffer from cancellation in float32.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -47,27 +48,28 @@ def ema(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """A multiple of the exponential moving average of the norms, by default of the earlier ones.
+    """Uses a multiple of the exponential moving average of the norms as the threshold.
 
-    The defaults are OLMo's rule for each parameter (allenai/OLMo, `max_grad_norm_ratio`).
-    `ema(0.99, 2.0, target_decay=0.9, target_ratio=1.1, debias=True)` is PDE-Transformer's
-    (tum-pbs/pde-transformer), and `ema(0.99, 20.0, debias=True, record="accepted")` is axlearn's
-    (apple/axlearn), to be used in `optaxclip.skip_above`.
+    By default, the average excludes the current norm and the rule is OLMo's rule for single
+    parameters (allenai/OLMo, `max_grad_norm_ratio`). PDE-Transformer (tum-pbs/pde-transformer) uses
+    `ema(0.99, 2.0, target_decay=0.9, target_ratio=1.1, debias=True)`. axlearn (apple/axlearn) uses
+    `ema(0.99, 20.0, debias=True, record="accepted")` in a skip, such as `optaxclip.skip_above`.
 
     Args:
-      decay: the decay of the average that decides whether a norm is clipped.
-      ratio: a norm above `ratio` times that average is clipped.
-      target_decay: the decay of the average that sets a clipped norm; `decay` if None.
-      target_ratio: a clipped norm becomes `target_ratio` times that average; `ratio` if None.
-      debias: whether the average starts from zero and is divided by the sum of its weights, as in
-        Adam; if False, it starts from the first norm.
-      skip_steps: how many norms are ignored before the first is recorded.
-      inclusive: whether a norm counts in the average that judges it; if so, it is recorded raw.
-      record: explained in `optaxclip.thresholds.adaptive`, like the options that follow.
-      warmup_steps: norms to record before there is a threshold.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      patience: after this many norms in a row above their threshold the raw norm is recorded.
-      max_norm: a cap on every threshold.
+      decay: The decay of the average for the trigger.
+      ratio: The ratio of the trigger to that average.
+      target_decay: The decay of the average for the target. Defaults to `decay`.
+      target_ratio: The ratio of the target to that average. Defaults to `ratio`.
+      debias: If True, the average starts from zero and is divided by the sum of its weights, as in
+        Adam. If False, it starts from the first norm.
+      skip_steps: The number of initial norms to ignore.
+      inclusive: If True, the average includes the current norm, which is recorded before clipping.
+      record: See `optaxclip.thresholds.adaptive` for this option and the following options.
+      warmup_steps: The number of recorded norms after which there is a threshold.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      patience: The number of consecutive norms above their threshold after which raw norms are
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -78,9 +80,10 @@ def ema(
       >>> print(thresholds.trigger)
       2.5
     """
-    same = target_decay is None and target_ratio is None
+    # The target equals the trigger if both have the same decay and ratio.
+    shares_average = target_decay is None and target_ratio is None
     settings = _EmaSettings(
-        decay=check_range(decay, 0, 1, "decay", "; a multiple of the average is ratio="),
+        decay=check_range(decay, 0, 1, "decay", "; use ratio= for a multiple of the average"),
         ratio=check_minimum(ratio, 0, "ratio"),
         target_decay=decay
         if target_decay is None
@@ -91,7 +94,7 @@ def ema(
         skip_steps=check_minimum(skip_steps, 0, "skip_steps"),
     )
     return adaptive(
-        _Ema(check_bool(debias, "debias"), same),
+        _Ema(check_bool(debias, "debias"), shares_average),
         settings,
         record=record,
         inclusive=inclusive,
@@ -115,24 +118,28 @@ def zscore(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """A number of standard deviations above the moving mean of the norms before this one.
+    """Uses the moving mean plus a number of standard deviations as the threshold, as in ZClip.
+
+    Note that the mean and the standard deviation exclude the current norm.
 
     Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507.
 
     Args:
-      alpha: the decay of mean and variance.
-      z_thresh: a norm more than `z_thresh` standard deviations above the mean is a spike.
-      warmup_steps: norms to record before there is a threshold; the moving mean and variance start from
-        the plain mean and variance of these norms.
-      option: which norm a spike of z-score `z` is given: "adaptive" gives it
-        `mean + z_thresh**2 / z * std`, which is lower for larger spikes; "mean" gives it the mean;
-        "percentile" gives it the threshold, `mean + z_thresh * std`.
-      debias: whether mean and variance are debiased averages from the first norm on, as in axlearn
-        (apple/axlearn); if False, they start from those of the warm-up.
-      record: explained in `optaxclip.thresholds.adaptive`, like the options that follow.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      patience: after this many norms in a row above their threshold the raw norm is recorded.
-      max_norm: a cap on every threshold, in the warm-up too.
+      alpha: The decay of the mean and the variance.
+      z_thresh: The z-score above which a norm is a spike.
+      warmup_steps: The number of recorded norms after which there is a threshold. The moving mean
+        and variance start from the mean and variance of these norms.
+      option: The target of a spike with z-score `z`. "adaptive" uses
+        `mean + z_thresh**2 / z * std`, which decreases with the size of the spike. "mean" uses the
+        mean, and "percentile" uses the threshold `mean + z_thresh * std`.
+      debias: If True, the mean and variance are debiased averages from the first norm on, as in
+        axlearn (apple/axlearn). If False, they start from those of the warmup.
+      record: See `optaxclip.thresholds.adaptive` for this option and the following options.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      patience: The number of consecutive norms above their threshold after which raw norms are
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds, including the warmup. By default, there
+        is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -145,7 +152,7 @@ def zscore(
     """
     option = check_choice(option, get_args(Option), "option")
     settings = _ZScoreSettings(
-        check_range(alpha, 0, 1, "alpha", "; a number of standard deviations is z_thresh="),
+        check_range(alpha, 0, 1, "alpha", "; use z_thresh= for a number of standard deviations"),
         check_minimum(z_thresh, 0, "z_thresh"),
         check_minimum(warmup_steps, 0, "warmup_steps"),
     )
@@ -160,131 +167,6 @@ def zscore(
     )
 
 
-class _EmaSettings(NamedTuple):
-    decay: Any
-    ratio: Any
-    target_decay: Any
-    target_ratio: Any
-    skip_steps: Any
-
-
-@register_state
-class _EmaState(NamedTuple):
-    trigger: Array
-    target: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ema:
-    any_sign: ClassVar[bool] = True
-    debias: bool
-    shares_average: bool
-
-    def init(self, settings: Any, like: Array) -> _EmaState:
-        del settings
-        zeros = jnp.zeros(like.shape, jnp.float32)
-        return _EmaState(zeros, zeros)
-
-    def observe(
-        self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array
-    ) -> _EmaState:
-        seen = jnp.maximum(count - settings.skip_steps, 0)
-
-        def ema_update(average: Array, decay: Any) -> Array:
-            new = lerp(average, norm, ema_weight(decay, seen, self.debias))
-            return jnp.where(count >= settings.skip_steps, new, average)
-
-        return _EmaState(
-            ema_update(state.trigger, settings.decay),
-            ema_update(state.target, settings.target_decay),
-        )
-
-    def compute_thresholds(
-        self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array
-    ) -> Thresholds:
-        # The first norm is compared with itself.
-        is_first = count <= settings.skip_steps
-        trigger = signed_multiple(settings.ratio, jnp.where(is_first, norm, state.trigger))
-        if self.shares_average:
-            return Thresholds(trigger, trigger)
-        target = signed_multiple(settings.target_ratio, jnp.where(is_first, norm, state.target))
-        return Thresholds(trigger, target)
-
-
-class _ZScoreSettings(NamedTuple):
-    alpha: Any
-    z_thresh: Any
-    warmup_steps: Any
-
-
-@register_state
-class Moments(NamedTuple):
-    """Mean and standard deviation of one value per group, float32."""
-
-    mean: Array
-    std: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _ZScore:
-    any_sign: ClassVar[bool] = True
-    option: Option
-    debias: bool
-
-    def init(self, settings: Any, like: Array) -> Moments:
-        del settings
-        zeros = jnp.zeros(like.shape, jnp.float32)
-        return Moments(zeros, zeros)
-
-    def observe(
-        self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
-    ) -> Moments:
-        if self.debias:
-            return update_moments(state, norm, ema_weight(settings.alpha, count, debias=True))
-        plain = update_moments(state, norm, 1 / (count.astype(jnp.float32) + 1))
-        rest = 1 - cast_to_float32(settings.alpha)
-        mean = lerp(state.mean, norm, rest)
-        # As published, the deviation is taken from the new mean.
-        std = safe_hypot(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
-        is_warm = (count > 0) & (count >= settings.warmup_steps)
-        return select_tree(is_warm, Moments(mean, std), plain)
-
-    def compute_thresholds(
-        self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
-    ) -> Thresholds:
-        z_thresh, std = cast_to_float32(settings.z_thresh), state.std
-        # Until a norm was recorded, there is no threshold.
-        distance = jnp.where(count == 0, jnp.inf, signed_multiple(z_thresh, std))
-        trigger = state.mean + distance
-        if self.option == "percentile":
-            return Thresholds(trigger, trigger)
-        # The published z-score adds 1e-6 to the deviation; the published "percentile" does not.
-        trigger = trigger if self.debias else trigger + z_thresh * 1e-6
-        if self.option == "mean":
-            return Thresholds(trigger, jnp.where(count == 0, jnp.inf, state.mean))
-        z = (norm - state.mean) / (std + 1e-6)
-        # Bounded, because the quotient of two infinities would be NaN.
-        harder = jnp.maximum(divide_no_nan(z, clamp_to_finite(z_thresh), 1), 1)
-        is_open = jnp.isinf(distance)
-        target = state.mean + jnp.where(is_open, 0, distance) / harder
-        return Thresholds(trigger, jnp.where(is_open, jnp.inf, target))
-
-
-def ema_weight(decay: Any, count: Array, debias: bool) -> Array:
-    """The weight of a new value in a moving average of `count` earlier values; 1 for the first."""
-    rest = 1 - cast_to_float32(decay)
-    if not debias:
-        return jnp.where(count == 0, 1, rest)
-    power = cast_to_float32(decay) ** (count.astype(jnp.float32) + 1)
-    return divide_no_nan(rest, jnp.maximum(1 - power, rest), (count == 0).astype(jnp.float32))
-
-
-def update_moments(moments: Moments, value: Array, weight: Array) -> Moments:
-    """Mean and deviation after one more value with this weight."""
-    std = safe_hypot(moments.std, safe_sqrt(weight) * (value - moments.mean))
-    return Moments(lerp(moments.mean, value, weight), safe_sqrt(1 - weight) * std)
-
-
 @rule_factory
 def mean_over_rms(
     mean_decay: ArrayLike = 0.7,
@@ -293,19 +175,19 @@ def mean_over_rms(
     *,
     floor: float = DEFAULT_FLOOR,
 ) -> ThresholdRule:
-    """The mean of the norms so far, divided by their root mean square.
+    """Uses the mean of the norms divided by their root mean square as the threshold.
 
-    It is about 1, and smaller after a jump of the norm. Both means are debiased moving averages,
-    and the norm of the step counts in them. Use it with `response="normalize"`; the first norm then
-    becomes 1.
+    The threshold is about 1, and smaller after a jump of the norm. Both means are debiased moving
+    averages that include the current norm. Use it with `response="normalize"`, which then sets
+    the first norm to 1.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer.
 
     Args:
-      mean_decay: the decay of the mean.
-      square_decay: the decay of the mean square.
-      eps: added to the root mean square.
-      floor: smaller norms are not recorded, and no threshold is smaller.
+      mean_decay: The decay of the mean.
+      square_decay: The decay of the mean square.
+      eps: A number to add to the root mean square.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -326,6 +208,121 @@ def mean_over_rms(
     )
 
 
+class _EmaSettings(NamedTuple):
+    decay: Any
+    ratio: Any
+    target_decay: Any
+    target_ratio: Any
+    skip_steps: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _TwoAverages:
+    """The base of statistics with two averages per group, which are initially zero."""
+
+    state_type: ClassVar[Callable[[Array, Array], Any]]
+
+    def init(self, settings: Any, like: Array) -> Any:
+        del settings
+        zeros = jnp.zeros(like.shape, jnp.float32)
+        return self.state_type(zeros, zeros)
+
+
+@register_state
+class _EmaState(NamedTuple):
+    trigger: Array
+    target: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ema(_TwoAverages):
+    any_sign: ClassVar[bool] = True
+    state_type = _EmaState
+    debias: bool
+    shares_average: bool
+
+    def observe(
+        self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array
+    ) -> _EmaState:
+        num_averaged = jnp.maximum(count - settings.skip_steps, 0)
+        averages = []  # f32[groups] for the trigger and for the target
+        decays = (settings.decay, settings.target_decay)
+        for average, decay in zip(state, decays, strict=True):
+            new = lerp(average, norm, ema_weight(decay, num_averaged, self.debias))
+            averages.append(jnp.where(count >= settings.skip_steps, new, average))
+        return _EmaState(*averages)
+
+    def compute_thresholds(
+        self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array
+    ) -> Thresholds:
+        # There is no average yet, so the first norm is compared with a multiple of itself.
+        is_first = count <= settings.skip_steps
+        # f32[groups]
+        trigger = signed_multiple(settings.ratio, jnp.where(is_first, norm, state.trigger))
+        if self.shares_average:
+            return Thresholds(trigger, trigger)
+        target = signed_multiple(settings.target_ratio, jnp.where(is_first, norm, state.target))
+        return Thresholds(trigger, target)
+
+
+class _ZScoreSettings(NamedTuple):
+    alpha: Any
+    z_thresh: Any
+    warmup_steps: Any
+
+
+@register_state
+class Moments(NamedTuple):
+    """The float32 mean and standard deviation of one value per group."""
+
+    mean: Array
+    std: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _ZScore(_TwoAverages):
+    any_sign: ClassVar[bool] = True
+    state_type = Moments
+    option: Option
+    debias: bool
+
+    def observe(
+        self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
+    ) -> Moments:
+        if self.debias:
+            return update_moments(state, norm, ema_weight(settings.alpha, count, debias=True))
+        # During the warmup, use equal weights for all norms.
+        plain = update_moments(state, norm, 1 / (count.astype(jnp.float32) + 1))
+        # After the warmup, use the weight `1 - alpha`.
+        rest = 1 - cast_to_float32(settings.alpha)
+        mean = lerp(state.mean, norm, rest)
+        # As in the published code, the deviation is measured from the new mean.
+        std = safe_hypot(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
+        # The first norm always initializes the mean, even without a warmup.
+        is_warm = (count > 0) & (count >= settings.warmup_steps)
+        return select_tree(is_warm, Moments(mean, std), plain)
+
+    def compute_thresholds(
+        self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
+    ) -> Thresholds:
+        z_thresh, std = cast_to_float32(settings.z_thresh), state.std  # [], [groups]
+        # Use an infinite threshold before the first recorded norm.
+        distance = jnp.where(count == 0, jnp.inf, signed_multiple(z_thresh, std))
+        trigger = state.mean + distance  # f32[groups]
+        if self.option == "percentile":
+            return Thresholds(trigger, trigger)
+        # The published code adds 1e-6 to the deviation, except for "percentile".
+        trigger = trigger if self.debias else trigger + z_thresh * 1e-6
+        if self.option == "mean":
+            return Thresholds(trigger, jnp.where(count == 0, jnp.inf, state.mean))
+        z = (norm - state.mean) / (std + 1e-6)
+        # The divisor is finite because the quotient of two infinities would be NaN.
+        excess = jnp.maximum(divide_no_nan(z, clamp_to_finite(z_thresh), 1), 1)
+        is_infinite = jnp.isinf(distance)
+        target = state.mean + jnp.where(is_infinite, 0, distance) / excess
+        return Thresholds(trigger, jnp.where(is_infinite, jnp.inf, target))
+
+
 class _HistorySettings(NamedTuple):
     mean_decay: Any
     square_decay: Any
@@ -334,35 +331,49 @@ class _HistorySettings(NamedTuple):
 
 @register_state
 class _Averages(NamedTuple):
-    """Debiased averages of the norms, float32: the mean and the root of the mean square."""
+    """The debiased float32 mean and root mean square of the norms."""
 
     mean: Array
     rms: Array
 
 
 @dataclasses.dataclass(frozen=True)
-class _MeanOverRms:
-    def init(self, settings: _HistorySettings, like: Array) -> _Averages:
-        del settings
-        zeros = jnp.zeros(like.shape, jnp.float32)
-        return _Averages(zeros, zeros)
+class _MeanOverRms(_TwoAverages):
+    state_type = _Averages
 
     def observe(
         self, settings: _HistorySettings, state: _Averages, norm: Array, count: Array
     ) -> _Averages:
-        of_mean, of_square = (
-            ema_weight(decay, count, debias=True)
-            for decay in (settings.mean_decay, settings.square_decay)
-        )
+        mean_weight = ema_weight(settings.mean_decay, count, debias=True)
+        weight = ema_weight(settings.square_decay, count, debias=True)
         return _Averages(
-            lerp(state.mean, norm, of_mean),
-            safe_hypot(safe_sqrt(1 - of_square) * state.rms, safe_sqrt(of_square) * norm),
+            lerp(state.mean, norm, mean_weight),
+            # The square root of an average of squares, which may overflow in float32.
+            safe_hypot(safe_sqrt(1 - weight) * state.rms, safe_sqrt(weight) * norm),
         )
 
     def compute_thresholds(
         self, settings: _HistorySettings, state: _Averages, norm: Array, count: Array
     ) -> Thresholds:
         del norm
+        # f32[groups]
         ratio = divide_no_nan(state.mean, state.rms + cast_to_float32(settings.eps), 0)
         target = jnp.where(count == 0, jnp.inf, ratio)
         return Thresholds(target, target)
+
+
+def ema_weight(decay: Any, count: Array, debias: bool) -> Array:
+    """Returns the weight of a new value after `count` earlier values, which is 1 for the first."""
+    rest = 1 - cast_to_float32(decay)
+    if not debias:
+        return jnp.where(count == 0, 1, rest)
+    # The sum of the weights is 1 - decay ** (count + 1), as in Adam. A decay of 1 has the weight 0.
+    power = cast_to_float32(decay) ** (count.astype(jnp.float32) + 1)
+    return divide_no_nan(rest, jnp.maximum(1 - power, rest), (count == 0).astype(jnp.float32))
+
+
+def update_moments(moments: Moments, value: Array, weight: Array) -> Moments:
+    """Updates the mean and the standard deviation with a value of this weight."""
+    # West's update: var = (1 - weight) * (var + weight * (value - mean)**2)
+    std = safe_hypot(moments.std, safe_sqrt(weight) * (value - moments.mean))
+    return Moments(lerp(moments.mean, value, weight), safe_sqrt(1 - weight) * std)

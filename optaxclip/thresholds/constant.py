@@ -1,6 +1,12 @@
-"""Thresholds that do not depend on the past: a constant, a schedule, a share of the parameters."""
+"""Constant, scheduled and relative thresholds, and the conversion of users' thresholds to rules.
+
+`make_rule` converts a number, a schedule or a rule to a `ThresholdRule`. `check_threshold` also
+accepts a dict from group names to thresholds. `resolve_rule` combines the rules of a dict into one
+rule when the groups of the tree are known.
+"""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -9,13 +15,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
+from optaxclip._backend.packing import ravel_and_concatenate, split_and_reshape
 from optaxclip._base.state import StaticNames, safe_increment
 from optaxclip._base.types import ArrayLike, PyTree, ThresholdRule, Thresholds
+from optaxclip._base.validation import short_repr
 from optaxclip.thresholds.adaptive import rule_factory
 from optaxclip.thresholds.rule import (
-    apply_by_name,
+    call_rule,
     check_not_component,
-    check_rule,
     check_schedule,
     check_threshold_value,
 )
@@ -28,15 +35,15 @@ ThresholdLike: TypeAlias = (
 
 @rule_factory
 def constant(threshold: ArrayLike) -> ThresholdRule:
-    """The same threshold at every step.
+    """Uses the same threshold at all steps.
 
     Args:
-      threshold: a scalar.
+      threshold: A scalar.
 
     Raises:
-      ValueError: if `threshold` is not a scalar, or is a negative or NaN number. (A traced threshold below
-        0 acts as 0, a traced NaN makes the groups NaN.)
-      TypeError: if `threshold` is not a number.
+      ValueError: If `threshold` is not a scalar, negative or NaN. A negative traced threshold is
+        treated as 0 and a traced NaN makes the groups NaN.
+      TypeError: If `threshold` is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -45,19 +52,20 @@ def constant(threshold: ArrayLike) -> ThresholdRule:
       >>> print(thresholds.target)
       [1. 1.]
     """
-    return _constant_rule(check_threshold_value(threshold, "threshold", disabled_value="math.inf"))
+    number = check_threshold_value(threshold, "threshold", disabled_value="math.inf")
+    return ThresholdRule(Partial(_init_empty), Partial(_update_constant, number))
 
 
 @rule_factory
 def schedule(fn: Callable[[Array], ArrayLike]) -> ThresholdRule:
-    """A threshold `fn(count)`, where `count` is the number of steps so far: 0 at the first step.
+    """Uses the threshold `fn(count)`, where `count` is 0 at the first step.
 
     Args:
-      fn: an Optax schedule, or any traceable function from int32[] to a scalar.
+      fn: An Optax schedule or any traceable function from int32[] to a scalar.
 
     Raises:
-      ValueError: if a value of the schedule is not a scalar.
-      TypeError: if `fn` is not a function from a step count to a number. To check this, it is
+      ValueError: If a value of the schedule is not a scalar.
+      TypeError: If `fn` is not a function from a step count to a number. To check this, `fn` is
         traced once.
 
     Example:
@@ -68,32 +76,22 @@ def schedule(fn: Callable[[Array], ArrayLike]) -> ThresholdRule:
       >>> print(rule.update(norm, state, None)[0].target)
       1.0
     """
-    return _rule_of_schedule(fn, "fn")
-
-
-def _constant_rule(checked: Any) -> ThresholdRule:
-    return ThresholdRule(Partial(_no_state), Partial(_constant, checked))
-
-
-def _rule_of_schedule(fn: Callable[[Array], ArrayLike], argument: str) -> ThresholdRule:
-    """`schedule`, with `argument` as the function's name in messages."""
-    checked = Partial(check_schedule(fn, argument))
-    return ThresholdRule(Partial(_init_count), Partial(_scheduled_update, _Schedule(checked)))
+    return count_steps(_Schedule(Partial(check_schedule(fn, "fn"))))
 
 
 @rule_factory
 def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> ThresholdRule:
-    """A threshold of `ratio * max(norm of the parameters, eps)` for each group.
+    """Uses the threshold `ratio * max(norm of the parameters, eps)` for all groups.
 
     Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
 
     Args:
-      ratio: the largest allowed ratio of gradient norm to parameter norm, or a schedule of it.
-      eps: a floor under the parameter norm; without it, parameters of zero would stay zero.
+      ratio: The maximum ratio of gradient norm to parameter norm, or a schedule of it.
+      eps: A lower bound on the parameter norm. Without it, zero parameters would stay zero.
 
     Raises:
-      ValueError: if `ratio` or `eps` is not a scalar, or is a negative or NaN number.
-      TypeError: if `ratio` or `eps` is not a number.
+      ValueError: If `ratio` or `eps` is not a scalar, negative or NaN.
+      TypeError: If `ratio` or `eps` is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -106,122 +104,145 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Thresh
 
 
 def relative(ratio: ScalarOrSchedule, eps: ArrayLike, argument: str) -> ThresholdRule:
-    """`relative_to_params`, with `argument` as the name of `ratio` in messages."""
+    """Makes the rule of `relative_to_params`. Messages call the ratio by `argument`."""
     eps = check_threshold_value(eps, "eps")
     if callable(ratio):
-        inner = _rule_of_schedule(ratio, argument)
+        inner = make_rule(ratio, argument)
     else:
-        inner = _constant_rule(
-            check_threshold_value(ratio, argument, disabled_value="math.inf", schedule=True)
-        )
-    return ThresholdRule(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
+        ratio = check_threshold_value(ratio, argument, disabled_value="math.inf", schedule=True)
+        inner = ThresholdRule(Partial(_init_empty), Partial(_update_constant, ratio))
+    # The inner rule computes the ratio, so its state is the state of this rule.
+    update = Partial(_update_relative, inner.update, eps)
+    return ThresholdRule(inner.init, update, uses_params=True)
 
 
 @rule_factory
 def fixed(thresholds: Thresholds) -> ThresholdRule:
-    """The given thresholds at every step, a trigger and a target for each group.
+    """Uses the given thresholds at all steps, with a trigger and a target per group.
 
     Args:
-      thresholds: triggers and targets: each is one number or an array of the shape of the norms.
+      thresholds: The triggers and targets, as numbers or as arrays with the shape of the norms.
 
     Raises:
-      ValueError: (when used) if a field does not broadcast to the shape of the norms.
+      ValueError: If a field does not broadcast to the shape of the norms. It is raised by the
+        update.
     """
-    return ThresholdRule(Partial(_no_state), Partial(_fixed_update, thresholds))
+    return ThresholdRule(Partial(_init_empty), Partial(_update_fixed, thresholds))
+
+
+def make_rule(threshold: ScalarOrSchedule | ThresholdRule, argument: str) -> ThresholdRule:
+    """Checks a number, a schedule or a rule and returns it as a rule.
+
+    A rule is a pytree and can be an argument under `jit`.
+    """
+    if isinstance(threshold, ThresholdRule):
+        arguments_by_field = {"init": ("norms",), "update": ("norms", "state", "param_norms")}
+        for field, arguments in arguments_by_field.items():
+            fn = getattr(threshold, field)
+            try:
+                inspect.signature(fn).bind(*arguments)
+            except ValueError:  # some builtin functions have no signature
+                continue
+            except TypeError:
+                raise TypeError(
+                    f"{argument}.{field} must be a function of ({', '.join(arguments)}), got "
+                    f"{short_repr(fn)}"
+                ) from None
+        return threshold.as_pytree()
+    check_not_component(threshold, argument)
+    if callable(threshold):
+        return count_steps(_Schedule(Partial(check_schedule(threshold, argument))))
+    number = check_threshold_value(threshold, argument, disabled_value="math.inf", schedule=True)
+    return ThresholdRule(Partial(_init_empty), Partial(_update_constant, number))
+
+
+def count_steps(threshold: Any) -> ThresholdRule:
+    """Makes a rule from a `_Schedule` or a number. The state of the rule is the step count."""
+    return ThresholdRule(Partial(_init_count), Partial(_update_schedule, threshold))
 
 
 def check_threshold(
     threshold: ThresholdLike, argument: str = "threshold"
-) -> ThresholdRule | dict[str, Any]:
-    """A threshold that a user passed, checked: as a rule, or as a dict of rules and numbers by name.
-
-    A rule is a pytree, so it can be an argument of `jit`.
-    """
+) -> ThresholdRule | dict[str, ThresholdRule]:
+    """Checks a threshold and returns it as a rule, or as a dict from group names to rules."""
     if isinstance(threshold, Mapping):
-        return {name: _check_one(each, f"{argument}[{name!r}]") for name, each in threshold.items()}
-    return _make_rule(_check_one(threshold, argument)).as_pytree()
-
-
-def _check_one(threshold: ScalarOrSchedule | ThresholdRule, argument: str) -> Any:
-    """One threshold, checked: as a rule, or as a number."""
-    if isinstance(threshold, ThresholdRule):
-        return check_rule(threshold, argument)
-    check_not_component(threshold, argument)
-    if callable(threshold):
-        return _rule_of_schedule(threshold, argument)
-    return check_threshold_value(threshold, argument, disabled_value="math.inf", schedule=True)
-
-
-def _make_rule(checked: Any) -> ThresholdRule:
-    return checked if isinstance(checked, ThresholdRule) else _constant_rule(checked)
+        return {name: make_rule(one, f"{argument}[{name!r}]") for name, one in threshold.items()}
+    return make_rule(threshold, argument)
 
 
 def resolve_rule(
-    threshold: ThresholdRule | dict[str, Any],
+    threshold: ThresholdRule | dict[str, ThresholdRule],
     entries: Sequence[tuple[str, tuple[int, ...]]],
     is_part: bool = False,
 ) -> ThresholdRule:
-    """The rule of a checked threshold for these entries of the norms: a name and a shape for each.
+    """Returns one rule for the groups with these names and shapes.
 
-    Without entries, as for parameters without leaves, the names are those of the threshold. In a part
-    of a tree, groups of the threshold may be missing.
+    The state of a dict of rules is a dict of their states. Without groups, as for parameters
+    without leaves, the names of the dict are used. If `is_part` is True, the tree is a part of a
+    larger tree and may lack groups of the dict.
     """
     if isinstance(threshold, ThresholdRule):
         return threshold
     entries = entries or [(name, ()) for name in sorted(threshold)]
     names = [name for name, _ in entries]
     if not set(names) <= set(threshold) or (len(threshold) > len(names) and not is_part):
-        groups = (
-            f"thresholds are given for the groups {sorted(threshold)}, but the groups are {names}"
+        raise ValueError(
+            f"thresholds must be given for the groups {names}, got {sorted(threshold)}; pass one "
+            "threshold per group"
         )
-        raise ValueError(f"{groups}: give one threshold for each of these, and no others")
+    # The rules cannot learn the names in `init`, because it only receives the norms.
     groups = StaticNames(tuple(names), tuple(shape for _, shape in entries))
-    return apply_by_name({name: _make_rule(threshold[name]) for name in names}, groups)
+    rules = {name: threshold[name] for name in names}
+    return ThresholdRule(
+        Partial(_init_by_name, groups, rules),
+        Partial(_update_by_name, groups, rules),
+        uses_params=any(rule.uses_params for rule in rules.values()),
+    )
 
 
-def stateless_rule_state(threshold: ThresholdRule | dict[str, Any], name: str) -> PyTree:
-    """The state of a checked threshold without memory, which is the same at every step."""
-
-    def rule_state(rule: ThresholdRule) -> PyTree:
-        state = jax.eval_shape(rule.init, jax.ShapeDtypeStruct((1,), jnp.float32))
-        if jax.tree.leaves(state):
+def stateless_rule_state(threshold: ThresholdRule | dict[str, ThresholdRule], name: str) -> PyTree:
+    """Returns the constant state of a threshold without memory."""
+    is_dict = isinstance(threshold, dict)
+    states = {}
+    for group, rule in threshold.items() if is_dict else [("", threshold)]:
+        # Rules have the same structure for all shapes of norms, so any shape can be used.
+        states[group] = jax.eval_shape(rule.init, jax.ShapeDtypeStruct((1,), jnp.float32))
+        if jax.tree.leaves(states[group]):
             raise ValueError(needs_state_message(name))
-        return state
-
-    if isinstance(threshold, dict):
-        return {group: rule_state(_make_rule(each)) for group, each in threshold.items()}
-    return rule_state(threshold)
+    return states if is_dict else states[""]
 
 
 def needs_state_message(name: str) -> str:
-    """The message for a threshold that depends on earlier steps where `record=False`."""
+    """Returns the message for a threshold that requires a state although `record` is False."""
     return (
-        f"{name}: with record=False there is no state, which this threshold needs because it depends "
-        "on earlier steps; leave record=False out, or take a constant threshold"
+        f"{name}: record must be True for a threshold that depends on earlier steps, got False; "
+        "remove record=False or use a constant threshold"
     )
 
 
 def evaluate_schedules(rule: ThresholdRule, state: PyTree) -> ThresholdRule:
-    """The rule, with each schedule replaced by its value at this step.
+    """Replaces the schedule of a rule by its value at this step.
 
-    Thus one compiled program serves all steps and all schedules. Rules that contain other rules
-    evaluate their schedules themselves, and are returned as they are.
+    This runs before the compiled update, which is then shared by all steps and schedules. Rules
+    that contain other rules evaluate their schedules themselves and are returned unchanged.
     """
-    # A state of any other shape belongs to another rule; a later check refuses it.
+    # A state with another shape belongs to another rule and is rejected by `update_rule`.
     is_count = getattr(state, "shape", None) == ()
-    if getattr(rule.update, "func", None) not in (_scheduled_update, _relative) or not is_count:
+    if getattr(rule.update, "func", None) not in (_update_schedule, _update_relative):
         return rule
-
-    def evaluate(x: Any) -> Any:
-        return x(state) if isinstance(x, _Schedule) else x
-
-    return jax.tree.map(evaluate, rule, is_leaf=lambda x: isinstance(x, _Schedule))
+    if not is_count:
+        return rule
+    return jax.tree.map(
+        lambda x: x(state) if isinstance(x, _Schedule) else x,
+        rule,
+        is_leaf=lambda x: isinstance(x, _Schedule),
+    )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A schedule inside of a rule whose state is the number of steps."""
+    """A schedule in a rule that counts steps."""
 
     fn: Callable[[Array], Any]
 
@@ -229,7 +250,7 @@ class _Schedule:
         return check_threshold_value(self.fn(count), "the schedule's value", allow_any_number=True)
 
 
-def _no_state(norms: Array) -> tuple[()]:
+def _init_empty(norms: Array) -> tuple[()]:
     del norms
     return ()
 
@@ -239,46 +260,94 @@ def _init_count(norms: Array) -> Array:
     return jnp.zeros((), jnp.int32)
 
 
-def _broadcast_threshold(threshold: Any, norms: Array) -> Array:
-    """A threshold in the shape and dtype of the norms."""
+def _broadcast(threshold: Any, norms: Array) -> Array:
+    """Broadcasts a threshold to the shape and dtype of the norms."""
     return jnp.broadcast_to(jnp.asarray(threshold).astype(norms.dtype), norms.shape)
 
 
-def _constant(
+def _update_constant(
     threshold: Any, norms: Array, state: tuple[()], param_norms: Array | None
 ) -> tuple[Thresholds, tuple[()]]:
     del param_norms
-    thresholds = _broadcast_threshold(threshold, norms)
+    thresholds = _broadcast(threshold, norms)  # f32[groups]
     return Thresholds(thresholds, thresholds), state
 
 
-def _fixed_update(
+def _update_fixed(
     thresholds: Thresholds, norms: Array, state: tuple[()], param_norms: Array | None
 ) -> tuple[Thresholds, tuple[()]]:
     del param_norms
-    return Thresholds(*(_broadcast_threshold(field, norms) for field in thresholds)), state
+    return Thresholds(*(_broadcast(field, norms) for field in thresholds)), state
 
 
-def _scheduled_update(
+def _update_schedule(
     threshold: Any, norms: Array, count: Array, param_norms: Array | None
 ) -> tuple[Thresholds, Array]:
     del param_norms
-    thresholds = _broadcast_threshold(
-        threshold(count) if isinstance(threshold, _Schedule) else threshold, norms
-    )
+    # `evaluate_schedules` may already have replaced the schedule by its value.
+    value = threshold(count) if isinstance(threshold, _Schedule) else threshold
+    thresholds = _broadcast(value, norms)  # f32[groups]
     return Thresholds(thresholds, thresholds), safe_increment(count)
 
 
-def _relative(
+def _update_relative(
     inner: Callable[..., tuple[Thresholds, PyTree]],
     eps: Any,
     norms: Array,
     state: PyTree,
     param_norms: Array,
 ) -> tuple[Thresholds, PyTree]:
-    (ratio, _), state = inner(norms, state, None)
+    (ratio, _), state = inner(norms, state, None)  # f32[groups]
+    # f32[groups], in the dtype of the norms
     size = jnp.maximum(param_norms.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
-    # The product gets 0 for an infinite ratio: even unselected, its derivatives must be finite.
+    # An infinite ratio is replaced by 0 in the product, because the derivatives of both branches
+    # of `where` must be finite.
     is_infinite = jnp.isinf(ratio)
     thresholds = jnp.where(is_infinite, ratio, jnp.where(is_infinite, 0, ratio) * size)
     return Thresholds(thresholds, thresholds), state
+
+
+def _init_by_name(
+    groups: StaticNames, rules: dict[str, ThresholdRule], norms: Array
+) -> dict[str, PyTree]:
+    del norms
+    shapes = dict(zip(groups, groups.shapes, strict=True))
+    return {name: rule.init(jnp.zeros(shapes[name])) for name, rule in rules.items()}
+
+
+def _update_by_name(
+    groups: StaticNames,
+    rules: dict[str, ThresholdRule],
+    norms: Array,
+    state: dict[str, PyTree],
+    param_norms: Array | None,
+) -> tuple[Thresholds, dict[str, PyTree]]:
+    norms_by_name = _split_by_group(norms, groups)
+    param_norms_by_name = {} if param_norms is None else _split_by_group(param_norms, groups)
+    triggers, targets, new = {}, {}, {}
+    for name, rule in rules.items():
+        (triggers[name], targets[name]), new[name] = call_rule(
+            rule,
+            norms_by_name[name],
+            state[name],
+            param_norms_by_name[name] if rule.uses_params else None,
+            f"the threshold of {name!r}",
+        )
+    if not norms.size:
+        # Trees without leaves have no thresholds, but their rules update their states.
+        return Thresholds(norms, norms), new
+    columns = [
+        ravel_and_concatenate([by_name[name] for name in groups])  # f32[groups]
+        for by_name in (triggers, targets)
+    ]
+    return Thresholds(*(x.astype(norms.dtype).reshape(norms.shape) for x in columns)), new
+
+
+def _split_by_group(norms: Array, groups: StaticNames) -> dict[str, Array]:
+    """Returns the norms by group name. They are NaN if the tree has no leaves."""
+    if not norms.size:
+        pieces = [jnp.full(shape, jnp.nan, norms.dtype) for shape in groups.shapes]
+    else:
+        # f32[groups] -> f32[*shape] for the groups of a name, f32[] for the scope `tree`
+        pieces = split_and_reshape(norms, groups.shapes) if norms.ndim else [norms]
+    return dict(zip(groups, pieces, strict=True))

@@ -1,4 +1,4 @@
-"""Rules whose thresholds depend on their earlier thresholds: Lingvo's tracker, AdaGC, a quantile."""
+"""Rules whose thresholds depend on their earlier thresholds."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -41,20 +41,22 @@ def log_tracker(
     floor: float = DEFAULT_FLOOR,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """A number of standard deviations above the moving mean of `log(1 + norm)`.
+    """Uses a number of standard deviations above the moving mean of `log(1 + norm)`.
+
+    There is no threshold until the weights of the averages sum to 0.75, which requires 277 norms
+    with the default decay. Norms above the threshold are recorded as the threshold, so the rule can
+    follow a lasting increase.
 
     Source: Chen et al., 2018, arXiv 1804.09849, the gradient norm tracker of tensorflow/lingvo.
-    There is no threshold until the weights of the averages sum to 0.75, which with the default decay
-    takes 277 norms. If a norm is above the threshold, the threshold is recorded in its place, so that the
-    rule can follow a lasting rise.
 
     Args:
-      decay: the decay of mean and variance.
-      num_std: how many standard deviations above the mean.
-      min_threshold: the smallest threshold.
-      reject: whether a norm above the threshold is brought to 0, as in Lingvo, instead of to the threshold.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      max_norm: a cap on every threshold.
+      decay: The decay of the mean and the variance.
+      num_std: The number of standard deviations above the mean.
+      min_threshold: The lower bound on the threshold.
+      reject: If True, norms above the threshold are reduced to 0, as in Lingvo. If False, they are
+        reduced to the threshold.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -64,7 +66,7 @@ def log_tracker(
       inf
     """
     settings = _TrackerSettings(
-        check_range(decay, 0, 1, "decay", "; a number of standard deviations is num_std="),
+        check_range(decay, 0, 1, "decay", "; use num_std= for a number of standard deviations"),
         check_minimum(num_std, 0, "num_std"),
         check_threshold_value(min_threshold, "min_threshold"),
     )
@@ -90,24 +92,27 @@ def adagc(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """A little above the moving average of the clipped norms, after a warm-up by the global norm.
+    """Uses a small multiple of the moving average of the clipped norms, as in AdaGC.
 
-    Source: Wang et al., 2025, AdaGC, arXiv 2502.11034, where each leaf is a group. In the warm-up
-    all groups are multiplied by `min(lambda_abs / global norm, 1)`, and a group's average begins as
-    the smallest of its norms after that. The constants are those of the paper's last version.
+    During the warmup, all groups are multiplied by `min(lambda_abs / global norm, 1)`, and the
+    average of a group is initialized with the smallest of its resulting norms. The defaults are the
+    constants of the latest version of the paper.
 
-    The rule records clipped norms, so without patience a threshold grows by a factor of at most
-    `1 + (1 - beta) * (lambda_rel - 1)` a step, and needs 1734 steps to double.
+    The rule records clipped norms. Without patience, however, a threshold grows by a factor of at
+    most `1 + (1 - beta) * (lambda_rel - 1)` per step and needs 1734 steps to double.
+
+    Source: Wang et al., 2025, AdaGC, arXiv 2502.11034, where the groups are leaves.
 
     Args:
-      lambda_rel: the threshold, divided by the average.
-      lambda_abs: the global norm to clip to in the warm-up.
-      beta: the decay of the average.
-      warmup_steps: how many norms the warm-up lasts.
-      floor: smaller norms are not recorded, and no threshold is smaller. With 0, a group whose norm is
-        zero in the warm-up never moves again, as in the published rule.
-      patience: after this many norms in a row above their threshold the raw norm is recorded.
-      max_norm: a cap on every threshold.
+      lambda_rel: The ratio of the threshold to the average.
+      lambda_abs: The maximum global norm during the warmup.
+      beta: The decay of the average.
+      warmup_steps: The number of norms in the warmup.
+      floor: The lower bound on thresholds. Smaller norms are not recorded. If 0, a group with a
+        norm of zero during the warmup stays at zero, as in the published rule.
+      patience: The number of consecutive norms above their threshold after which raw norms are
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -138,21 +143,23 @@ def quantile(
     floor: float = DEFAULT_FLOOR,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """A threshold that moves until the wanted share of norms is at or below it.
+    """Adapts the threshold until the target fraction of norms is at or below it.
+
+    The threshold is multiplied by `exp(-learning_rate * ((norm <= threshold) - target))` at all
+    steps.
 
     Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, arXiv 1905.03871, without noise and with
-    one norm a step. At each step the threshold is multiplied by
-    `exp(-learning_rate * ((norm <= threshold) - target))`.
+    one norm per step.
 
     Args:
-      target: the share of norms at or below the threshold, from 0 to 1.
-      learning_rate: how fast the threshold moves.
-      init_threshold: the threshold at the first step.
-      geometric: whether each step multiplies the threshold by that factor; if False, it adds the
-        factor's exponent to the threshold, which never falls below 0. A threshold that is multiplied stays
-        within the normal numbers of float32, unless it begins as 0 or infinity.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      max_norm: a cap on every threshold.
+      target: The fraction of norms at or below the threshold, from 0 to 1.
+      learning_rate: The learning rate of the threshold.
+      init_threshold: The threshold at the first step.
+      geometric: If True, the threshold is multiplied by the factor above and stays in the range of
+        normal float32 numbers, unless it starts from 0 or infinity. If False, the exponent is added
+        to the threshold, which cannot become negative.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -201,30 +208,32 @@ class _LogTracker:
         self, settings: _TrackerSettings, state: _TrackerState, norm: Array, count: Array
     ) -> _TrackerState:
         del count
+        # Norms are increased to at least 0.01, and larger norms are replaced by the threshold.
         capped = jnp.minimum(jnp.log1p(jnp.maximum(norm, 0.01)), _log_threshold(settings, state))
         rest = 1 - cast_to_float32(settings.decay)
         weight = state.weight + rest * (1 - state.weight)
-        share = divide_no_nan(rest * jnp.ones_like(weight), weight, 0)
-        return _TrackerState(update_moments(state.moments, capped, share), weight)
+        # Division by the sum of the weights makes the averages unbiased.
+        fraction = divide_no_nan(rest * jnp.ones_like(weight), weight, 0)
+        return _TrackerState(update_moments(state.moments, capped, fraction), weight)
 
     def compute_thresholds(
         self, settings: _TrackerSettings, state: _TrackerState, norm: Array, count: Array
     ) -> Thresholds:
         del norm, count
         log_threshold = _log_threshold(settings, state)
-        # `expm1` gets 0 where its value would be infinite, because its derivative would be too.
-        is_limited = (state.weight > 0.75) & ~(log_threshold >= _LARGEST_LOG)
-        threshold = jnp.where(
-            is_limited, jnp.expm1(jnp.where(is_limited, log_threshold, 0)), jnp.inf
-        )
+        is_finite = (state.weight > 0.75) & ~(log_threshold >= _LARGEST_LOG)
+        # The argument of `expm1` is replaced by 0 if the result would be infinite, because its
+        # derivative would be infinite too.
+        threshold = jnp.where(is_finite, jnp.expm1(jnp.where(is_finite, log_threshold, 0)), jnp.inf)
         return Thresholds(threshold, threshold)
 
 
 _LARGEST_LOG = np.log1p(np.finfo(np.float32).max)
-"""`expm1` of this number, and of larger ones, is infinite in float32."""
+"""The smallest number for which `expm1` is infinite in float32."""
 
 
 def _log_threshold(settings: _TrackerSettings, state: _TrackerState) -> Array:
+    # The deviation is at least 1e-3, even if all norms are equal.
     std = jnp.maximum(state.moments.std, 1e-3)
     cap = state.moments.mean + signed_multiple(settings.num_std, std)
     return jnp.maximum(cap, jnp.log1p(jnp.maximum(cast_to_float32(settings.min_threshold), 0)))
@@ -245,25 +254,29 @@ class _AdaGC:
 
     def observe(self, settings: _AdaGCSettings, state: Array, norm: Array, count: Array) -> Array:
         average = lerp(state, norm, 1 - cast_to_float32(settings.beta))
-        later = jnp.where(count < settings.warmup_steps, jnp.minimum(state, norm), average)
-        return jnp.where(count == 0, norm, later)
+        # During the warmup, the state is the smallest norm.
+        new = jnp.where(count < settings.warmup_steps, jnp.minimum(state, norm), average)
+        return jnp.where(count == 0, norm, new)
 
     def compute_thresholds(
         self, settings: _AdaGCSettings, state: Array, norm: Array, count: Array
     ) -> Thresholds:
+        # f32[groups] -> f32[], where the global norm is `root * unit`
         root, unit = combine_norms_factored(norm)
-        # First norm / global norm: `lambda_abs / global_norm` may overflow or become subnormal.
-        largest = cast_to_float32(settings.lambda_abs)
-        share = divide_no_nan(divide_by_pow2(norm, unit), root, 1)
-        # Derivatives of the product must be finite even if it is not selected.
-        product = jnp.where(jnp.isinf(largest), 1, largest) * share
-        # Each group has its share of `lambda_abs` as threshold, also if the global norm is below that.
-        shrunk = jnp.where(
-            root > divide_by_pow2(largest, unit), product, jnp.maximum(product, norm)
+        # `norm / global_norm` is computed first, because `lambda_abs / global_norm` may overflow or
+        # become subnormal.
+        max_norm = cast_to_float32(settings.lambda_abs)
+        fraction = divide_no_nan(divide_by_pow2(norm, unit), root, 1)  # f32[groups]
+        # The derivatives of the product must be finite even if it is not selected.
+        product = jnp.where(jnp.isinf(max_norm), 1, max_norm) * fraction
+        # The threshold is the group's fraction of `lambda_abs`. If the global norm is smaller, the
+        # threshold is at least the norm, so rounding cannot cause clipping.
+        warmup = jnp.where(
+            root > divide_by_pow2(max_norm, unit), product, jnp.maximum(product, norm)
         )
-        shrunk = jnp.where(jnp.isinf(largest), jnp.inf, shrunk)
-        later = jnp.where(count == 0, jnp.inf, signed_multiple(settings.lambda_rel, state))
-        threshold = jnp.where(count < settings.warmup_steps, shrunk, later)
+        warmup = jnp.where(jnp.isinf(max_norm), jnp.inf, warmup)
+        learned = jnp.where(count == 0, jnp.inf, signed_multiple(settings.lambda_rel, state))
+        threshold = jnp.where(count < settings.warmup_steps, warmup, learned)
         return Thresholds(threshold, threshold)
 
 
@@ -284,7 +297,9 @@ class _Quantile:
         self, settings: _QuantileSettings, state: Array, norm: Array, count: Array
     ) -> Array:
         del count
+        # The gradient of the quantile loss.
         excess = (norm <= state).astype(jnp.float32) - cast_to_float32(settings.target)
+        # [groups], negative if the norm is at or below the threshold
         step = -cast_to_float32(settings.learning_rate) * excess
         return scale_by_exp(state, step) if self.geometric else jnp.maximum(state + step, 0)
 

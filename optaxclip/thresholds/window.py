@@ -1,4 +1,4 @@
-"""Rules over a window of past norms: a percentile, the median, the mean plus deviations."""
+"""Rules based on a window of past norms: `percentile`, `window` and `median`."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -36,22 +36,24 @@ def percentile(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """A percentile of the last norms, interpolated linearly.
+    """Uses a linearly interpolated percentile of the last norms as the threshold.
 
-    With the defaults this is the rule of TRELLIS (microsoft/TRELLIS), which judges a norm by
-    earlier norms alone. AutoClip (Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469)
-    is `percentile(10.0, window, inclusive=True, warmup_steps=0)`.
+    By default, this is the rule of TRELLIS (microsoft/TRELLIS), where the window excludes the
+    current norm. AutoClip (Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469) is
+    `percentile(10.0, window, inclusive=True, warmup_steps=0)`.
 
     Args:
-      percentile: from 0 to 100; a number between 0 and 1 gives a warning, because a share may have
-        been meant.
-      window: how many norms to keep; static, also in `optax.inject_hyperparams`.
-      record: explained in `optaxclip.thresholds.adaptive`, like the options that follow.
-      inclusive: whether a norm counts in the window that judges it.
-      warmup_steps: norms to record before there is a threshold; a full window if None.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      patience: after this many norms in a row above their threshold the raw norm is recorded.
-      max_norm: a cap on every threshold.
+      percentile: The percentile, from 0 to 100. Numbers between 0 and 1 cause a warning, because
+        they are often fractions.
+      window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
+      record: See `optaxclip.thresholds.adaptive` for this option and the following options.
+      inclusive: If True, the window includes the current norm.
+      warmup_steps: The number of recorded norms after which there is a threshold. Defaults to
+        `window`.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      patience: The number of consecutive norms above their threshold after which raw norms are
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -63,9 +65,15 @@ def percentile(
       1.1
     """
     window = check_int(window, 1, "window")
+    number: Any = check_range(percentile, 0, 100, "percentile")
+    if not isinstance(number, jax.Array) and 0 < number < 1:
+        warn(
+            f"percentile is a number from 0 to 100, got {number!r}, so fewer than 1 in 100 norms "
+            f"are below the threshold; pass {100 * number:g} for a fraction of {number!r}"
+        )
     return adaptive(
         _Percentile(window),
-        _check_percentile(percentile),
+        number,
         record=record,
         inclusive=inclusive,
         warmup_steps=window if warmup_steps is None else warmup_steps,
@@ -89,23 +97,25 @@ def window(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """The mean of the last norms plus a number of standard deviations.
+    """Uses the mean of the last norms plus a number of standard deviations as the threshold.
 
-    With the defaults this is Levanter's rule (marin-community/levanter), which it applies to
-    updates. `optaxclip.skip_above` skips whole steps by such a rule for the norm or the loss; its
-    documentation has the arguments of OLMo-core, MaxText and Levanter.
+    By default, this is the rule of Levanter (marin-community/levanter), which applies it to
+    updates. `optaxclip.skip_above` can use this rule to skip steps by their norm or loss. See its
+    documentation for the arguments of OLMo-core, MaxText and Levanter.
 
     Args:
-      num_std: how many standard deviations above the mean.
-      window: how many norms to keep; static, also in `optax.inject_hyperparams`.
-      ddof: 0 for the deviation of the window itself, 1 for an estimate from it as a sample.
-      min_std: a floor under the standard deviation.
-      record: explained in `optaxclip.thresholds.adaptive`, like the options that follow.
-      inclusive: whether a norm counts in the window that judges it.
-      warmup_steps: norms to record before there is a threshold; half a window if None.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      patience: after this many norms in a row above their threshold the raw norm is recorded.
-      max_norm: a cap on every threshold.
+      num_std: The number of standard deviations above the mean.
+      window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
+      ddof: Use 0 for the deviation of the window, and 1 for an unbiased estimate of the variance.
+      min_std: The lower bound on the standard deviation.
+      record: See `optaxclip.thresholds.adaptive` for this option and the following options.
+      inclusive: If True, the window includes the current norm.
+      warmup_steps: The number of recorded norms after which there is a threshold. Defaults to
+        half of `window`.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      patience: The number of consecutive norms above their threshold after which raw norms are
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -139,20 +149,22 @@ def median(
     floor: float = DEFAULT_FLOOR,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """A multiple of the median of the last norms.
+    """Uses a multiple of the median of the last norms as the threshold, as in ScaledAdam.
 
-    As in ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230) the threshold is set
-    every `window` steps, and at steps 10, 20 and 40 to twice the multiple. A step's norm counts in
-    the threshold of that step, but the norm of the first step never counts. With `every_step` the threshold
-    is set at each step, from the first one, and all norms in the window count.
+    The threshold is set every `window` steps, and to twice the multiple at steps 10, 20 and 40. The
+    median includes the norm of the current step, but never the norm of the first step. If
+    `every_step` is True, the threshold is set at all steps and the median includes all norms in the
+    window.
+
+    Source: Povey et al., k2-fsa/icefall, and Zipformer, arXiv 2310.11230.
 
     Args:
-      scale: the multiple.
-      window: how many norms to keep; static, also in `optax.inject_hyperparams`.
-      every_step: whether to set the threshold at every step.
-      floor: smaller norms are not recorded, and no threshold is smaller. The rule needs no patience,
-        because it records raw norms and so follows every lasting rise.
-      max_norm: a cap on every threshold.
+      scale: The ratio of the threshold to the median.
+      window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
+      every_step: If True, sets the threshold at all steps.
+      floor: The lower bound on thresholds. Smaller norms are not recorded. The rule does not need
+        `patience`, because it records raw norms and follows lasting increases.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -175,21 +187,9 @@ def median(
     )
 
 
-def _check_percentile(percentile: Any) -> Any:
-    """A percentile, checked; warns of a number that looks like a share."""
-    percentile = check_range(percentile, 0, 100, "percentile")
-    if not isinstance(percentile, jax.Array) and 0 < percentile < 1:
-        warn(
-            f"percentile is a number from 0 to 100, so {percentile!r} means that fewer than 1 in "
-            f"100 norms are below the threshold; for a share of {percentile!r} pass "
-            f"{100 * percentile:g}"
-        )
-    return percentile
-
-
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """Keeps the last norms, float32[window, ...]; norm number `i` is in place `i % window`."""
+    """A ring buffer of the last norms, float32[window, ...], with norm `i` in slot `i % window`."""
 
     any_sign: ClassVar[bool] = True
     window: int
@@ -200,15 +200,18 @@ class _Ring:
 
     def observe(self, settings: Any, state: Array, norm: Array, count: Array) -> Array:
         del settings
+        # [window, groups] == [1, groups]
         return jnp.where(self.slots(count) == (count % self.window)[None], norm[None], state)
 
     def slots(self, like: Array) -> Array:
+        """Returns the slot numbers, int32[window, ...]."""
+        # [window, 1, ...]
         column = jnp.arange(self.window, dtype=jnp.int32).reshape(-1, *(1,) * like.ndim)
         return jnp.broadcast_to(column, (self.window, *like.shape))
 
     def filled_slots(self, count: Array) -> tuple[Array, Array]:
-        """Which places hold a norm after `count` norms, and how many of them do."""
-        number = jnp.minimum(count, self.window)
+        """Returns flags for the filled slots, bool[window, ...], and the number of these slots."""
+        number = jnp.minimum(count, self.window)  # [groups]
         return self.slots(count) < number[None], number
 
 
@@ -217,14 +220,16 @@ class _Percentile(_Ring):
         self, settings: Any, state: Array, norm: Array, count: Array
     ) -> Thresholds:
         del norm
-        is_held, number = self.filled_slots(count)
-        ordered = jnp.sort(jnp.where(is_held, state, jnp.finfo(state.dtype).max), axis=0)
+        is_filled, number = self.filled_slots(count)
+        # [window, groups], with the empty slots at the end
+        ordered = jnp.sort(jnp.where(is_filled, state, jnp.finfo(state.dtype).max), axis=0)
         last = jnp.maximum(number - 1, 0)
+        # [groups], from 0 to the number of norms minus 1
         position = last.astype(jnp.float32) * (cast_to_float32(settings) / 100)
         below = jnp.floor(position).astype(jnp.int32)
         low, high = _take(ordered, below), _take(ordered, jnp.minimum(below + 1, last))
-        share = position - below.astype(jnp.float32)
-        threshold = jnp.where(number > 0, low + share * (high - low), jnp.inf)
+        fraction = position - below.astype(jnp.float32)
+        threshold = jnp.where(number > 0, low + fraction * (high - low), jnp.inf)
         return Thresholds(threshold, threshold)
 
 
@@ -246,16 +251,18 @@ class _Window(_Ring):
     ) -> Thresholds:
         del norm
         num_std, min_std = (cast_to_float32(number) for number in settings)
-        is_held, number = self.filled_slots(count)
-        number = number.astype(jnp.float32)
-        ring = jnp.where(is_held, state, 0)
-        # Norms are divided by a power of two near the largest, so that no sum or square overflows.
+        is_filled, number = self.filled_slots(count)
+        number = number.astype(jnp.float32)  # [groups]
+        ring = jnp.where(is_filled, state, 0)  # [window, groups]
+        # Division by a power of two near the largest norm prevents overflow of sums and squares.
+        # f32[groups]
         unit = floor_pow2(jnp.max(jnp.abs(ring), axis=0))
         ring = divide_by_pow2(ring, unit[None])
         mean = jnp.sum(ring, axis=0) / jnp.maximum(number, 1)
-        deviations = jnp.where(is_held, ring - mean[None], 0)
+        deviations = jnp.where(is_filled, ring - mean[None], 0)
         squares = jnp.sum(jnp.square(deviations), axis=0)
         std = unit * safe_sqrt(squares / jnp.maximum(number - self.ddof, 1))
+        # f32[groups] in the original units
         threshold = unit * mean + signed_multiple(num_std, jnp.maximum(std, min_std))
         threshold = jnp.where(number == 0, jnp.inf, threshold)
         return Thresholds(threshold, threshold)
@@ -274,6 +281,7 @@ class _PeriodicMedian:
 
     def init(self, settings: Any, like: Array) -> _PeriodicState:
         ring = _Ring(self.window).init(settings, like)
+        # Use an infinite threshold before the first update.
         return _PeriodicState(ring, jnp.full(like.shape, jnp.inf, jnp.float32))
 
     def observe(
@@ -281,15 +289,17 @@ class _PeriodicMedian:
     ) -> _PeriodicState:
         past = _Ring(self.window)
         ring = past.observe(settings, state.ring, norm, count)
-        places = past.slots(count)
-        # The norm of step 0 never counts.
-        is_held = ((places > 0) & (places <= count[None])) | (count >= self.window)[None]
-        held = jnp.minimum(count, self.window)
-        middle = jnp.clip(held // 4 * 2, 0, jnp.maximum(held - 1, 0))
-        median = _take(jnp.sort(jnp.where(is_held, ring, jnp.inf), axis=0), middle)
+        slots = past.slots(count)  # [window, groups]
+        # The norm of step 0 is never included.
+        is_filled = ((slots > 0) & (slots <= count[None])) | (count >= self.window)[None]
+        number = jnp.minimum(count, self.window)
+        # This is the second quartile of icefall.
+        middle = jnp.clip(number // 4 * 2, 0, jnp.maximum(number - 1, 0))
+        median = _take(jnp.sort(jnp.where(is_filled, ring, jnp.inf), axis=0), middle)  # [groups]
         threshold = signed_multiple(settings, median)
+        # As in icefall, there are early thresholds with twice the multiple.
         is_early = ((count == 10) | (count == 20) | (count == 40)) & (count < self.window)
-        is_regular = count % self.window == 0
+        is_regular = count % self.window == 0  # bool[groups]
         threshold = jnp.where(
             is_regular,
             threshold,
@@ -304,5 +314,6 @@ class _PeriodicMedian:
         return Thresholds(state.threshold, state.threshold)
 
 
-def _take(ordered: Array, place: Array) -> Array:
-    return jnp.take_along_axis(ordered, place[None], axis=0)[0]
+def _take(ordered: Array, index: Array) -> Array:
+    # [window, groups] -> [groups]
+    return jnp.take_along_axis(ordered, index[None], axis=0)[0]

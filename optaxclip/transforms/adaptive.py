@@ -1,14 +1,14 @@
-"""The named adaptive methods: the papers' rules on the scopes that the papers use.
+"""Adaptive clipping methods from the literature.
 
-Each is one call of `clip_by` with a rule and a scope. Any rule works on any scope:
-`clip_by(scopes.leaf(), thresholds.zscore())` is ZClip for each leaf.
+These functions call `clip_by` with the rules and scopes of the papers. All rules work with all
+scopes. For example, `clip_by(scopes.leaf(), thresholds.zscore())` uses ZClip for single leaves.
 
-Two defaults differ from the published code: after a lasting rise of the norms the rules recover,
-and `zclip` has no cap.
-`patience=None, floor=0.0`, and for `zclip` also `max_norm=1.0`, give the published rules.
+Two defaults differ from the published code. The rules recover from a lasting increase of the norms,
+and `zclip` has no upper bound on its threshold. Use `patience=None, floor=0.0` to get the published
+rules, and also `max_norm=1.0` for `zclip`.
 
-All arguments must be passed by name, because a number alone, as in `zclip(1.0)`, would look like a
-threshold. `floor` and `patience` are explained in `optaxclip.thresholds.adaptive`.
+All arguments are keyword-only, because a single number, as in `zclip(1.0)`, would look like a
+threshold. The options `floor` and `patience` are explained in `optaxclip.thresholds.adaptive`.
 """
 
 from typing import Unpack
@@ -37,23 +37,26 @@ def zclip(
     patience: int | None = DEFAULT_PATIENCE,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips spikes of the global norm, which it recognizes by their z-score.
+    """Clips spikes of the global norm, which are detected by their z-score (ZClip).
 
-    Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507. The published rule
-    never recovers from a lasting rise of the norms, because it learns from clipped norms; with
-    `patience` it recovers. The published code also caps every threshold at 1, so it acts as
-    `clip_by_global_norm(1.0)` if ordinary norms exceed 1. Here only `max_norm` sets a cap; without
-    it, nothing is clipped in the warm-up.
+    The published rule never recovers from a lasting increase of the norms, because it learns from
+    clipped norms. Use `patience` to recover. The published code also limits all thresholds to 1 and
+    therefore acts as `clip_by_global_norm(1.0)` if the usual norms are above 1. Here, only
+    `max_norm` limits the thresholds. Without it, no step is clipped during the warmup.
+
+    Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507.
 
     Args:
-      alpha: the decay of mean and variance.
-      z_thresh: a norm more than `z_thresh` standard deviations above the mean is a spike.
-      warmup_steps: how many norms are recorded before there is a threshold.
-      max_norm: a cap on every threshold, in the warm-up too; None: no cap. It is 1.0 in published code.
-      option: which norm a spike is given, as in `optaxclip.thresholds.zscore`.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      patience: after this many norms in a row above their threshold the raw norm is recorded.
-      **options: those that all transformations share, `optaxclip.ClipOptions`.
+      alpha: The decay of the mean and the variance.
+      z_thresh: The z-score above which a norm is a spike.
+      warmup_steps: The number of recorded norms after which there is a threshold.
+      max_norm: The upper bound on thresholds, including the warmup. It is 1.0 in the published
+        code. By default, there is no bound.
+      option: The target of a spike, as in `optaxclip.thresholds.zscore`.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      patience: The number of consecutive norms above their threshold after which raw norms are
+        recorded. Defaults to 20. Use `None` to disable this.
+      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -88,27 +91,31 @@ def adagc(
     patience: int | None = DEFAULT_PATIENCE,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Clips each leaf a little above the moving average of its clipped norms.
+    """Clips leaves to a small multiple of the moving averages of their clipped norms (AdaGC).
 
-    Source: Wang et al., 2025, AdaGC, arXiv 2502.11034. The constants are those of the paper's last
-    version; the first had `lambda_rel=1.05, beta=0.98`. In the warm-up the whole tree is clipped by
-    its global norm, to a threshold that does not depend on the task.
+    During the warmup, the whole tree is clipped by its global norm with the threshold
+    `lambda_abs`, which does not depend on the task. The defaults are the constants of the latest
+    version of the paper. The first version used `lambda_rel=1.05, beta=0.98`.
 
-    It clips at nearly every step, and that is meant: it learns from norms after their clip, so its
-    thresholds stay near the smaller norms, and nothing that goes wrong lifts them soon. If norms rise
-    for good, the thresholds follow once more than `patience` norms in a row were above them. As
-    published, without patience, a threshold needs 1734 steps to double, and a run whose gradients begin
-    small, because its last layers begin at zero, loses much of what it learns.
+    By design, almost all steps are clipped. The rule learns from clipped norms, so its thresholds
+    stay close to the smaller norms and do not increase quickly after a fault. If the norms increase
+    permanently, the thresholds follow after more than `patience` consecutive norms above them. As
+    published, without patience, a threshold needs 1734 steps to double. A run with small initial
+    gradients, for example because its last layers are initialized with zeros, then learns much
+    less.
+
+    Source: Wang et al., 2025, AdaGC, arXiv 2502.11034.
 
     Args:
-      lambda_rel: the threshold, divided by the average.
-      lambda_abs: the global norm to clip to in the warm-up.
-      beta: the decay of the average.
-      warmup_steps: how many norms the warm-up lasts.
-      floor: smaller norms are not recorded, and no threshold is smaller. With 0, a leaf whose gradient
-        is zero in the warm-up never moves again, as in the published rule.
-      patience: after this many norms in a row above their threshold the raw norm is recorded.
-      **options: those that all transformations share, `optaxclip.NormOptions`.
+      lambda_rel: The ratio of the threshold to the average.
+      lambda_abs: The maximum global norm during the warmup.
+      beta: The decay of the average.
+      warmup_steps: The number of norms in the warmup.
+      floor: The lower bound on thresholds. Smaller norms are not recorded. If 0, a leaf with zero
+        gradients during the warmup stays at zero, as in the published rule.
+      patience: The number of consecutive norms above their threshold after which raw norms are
+        recorded. Defaults to 20. Use `None` to disable this.
+      **options: The options that all transformations share, see `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -135,17 +142,17 @@ def clip_by_quantile(
     floor: float = DEFAULT_FLOOR,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm to a threshold that moves until the wanted share of norms is below it.
+    """Clips the global norm and adapts the threshold to a quantile of the norms.
 
     Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, arXiv 1905.03871, without noise.
 
     Args:
-      target: the share of steps that are not clipped, from 0 to 1.
-      learning_rate: how fast the threshold moves.
-      init_threshold: the threshold at the first step.
-      geometric: whether each step multiplies the threshold; otherwise each step adds to it.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      **options: those that all transformations share, `optaxclip.ClipOptions`.
+      target: The fraction of steps without clipping, from 0 to 1.
+      learning_rate: The learning rate of the threshold.
+      init_threshold: The threshold at the first step.
+      geometric: If True, the threshold is multiplied at all steps. If False, a number is added.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -173,17 +180,18 @@ def clip_by_ema_norm(
     max_norm: ArrayLike | None = None,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Clips each leaf to a multiple of the moving average of its clipped norms.
+    """Clips leaves to a multiple of the moving averages of their clipped norms.
 
-    Source: allenai/OLMo (`max_grad_norm_ratio`); its decay is the larger of Adam's two.
+    Source: allenai/OLMo (`max_grad_norm_ratio`). Its decay is the larger decay of Adam.
 
     Args:
-      ratio: the threshold, divided by the average.
-      decay: the decay of the average, which starts with the norm of the second step.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      patience: after this many norms in a row above their threshold the raw norm is recorded.
-      max_norm: a cap on every threshold.
-      **options: those that all transformations share, `optaxclip.NormOptions`.
+      ratio: The ratio of the threshold to the average.
+      decay: The decay of the average, which starts from the norm of the second step.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      patience: The number of consecutive norms above their threshold after which raw norms are
+        recorded. Defaults to 20. Use `None` to disable this.
+      max_norm: The upper bound on thresholds. By default, there is no bound.
+      **options: The options that all transformations share, see `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -194,6 +202,7 @@ def clip_by_ema_norm(
       >>> print(state.info.threshold, state.info.factor)
       [1.7565] [0.3513]
     """
+    # As in OLMo, the average starts from the norm of the second step.
     rule = thresholds.ema(
         decay, ratio, skip_steps=1, floor=floor, patience=patience, max_norm=max_norm
     )
@@ -210,20 +219,22 @@ def autoclip(
     max_norm: ArrayLike | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm to a percentile of the last norms, among them this step's.
+    """Clips the global norm to a percentile of the last norms (AutoClip).
 
-    Until the window is full, it is the percentile of all norms so far. The rule clips about
-    `100 - percentile` % of all steps, so a percentile above 90 catches only spikes.
+    The window includes the current norm. Until it is full, the percentile of all previous norms is
+    used. The rule clips about `100 - percentile` % of all steps. Use a percentile above 90 to clip
+    only spikes.
 
-    Source: Seetharaman, Wichern, Pardo and Le Roux, 2020, AutoClip, arXiv 2007.14469, where the
-    history is unbounded.
+    Source: Seetharaman, Wichern, Pardo and Le Roux, 2020, AutoClip, arXiv 2007.14469, with an
+    unbounded history.
 
     Args:
-      percentile: from 0 to 100.
-      window: how many norms to keep; `optax.inject_hyperparams` needs `static_args=("window",)`.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      max_norm: a cap on the threshold.
-      **options: those that all transformations share, `optaxclip.ClipOptions`.
+      percentile: The percentile, from 0 to 100.
+      window: The number of norms to keep. `optax.inject_hyperparams` requires
+        `static_args=("window",)`.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      max_norm: The upper bound on the threshold. By default, there is no bound.
+      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -234,6 +245,7 @@ def autoclip(
       >>> print(state.info.threshold, state.info.factor)
       1.0 0.2
     """
+    # AutoClip has no warmup, and its window includes the current norm.
     rule = thresholds.percentile(
         percentile, window, inclusive=True, warmup_steps=0, floor=floor, max_norm=max_norm
     )
@@ -252,17 +264,19 @@ def clip_by_median_norm(
 ) -> Transformation[ClipState]:
     """Clips the global norm to a multiple of the median of the last norms.
 
-    Source: ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230), which sets the
-    threshold every `window` steps, and at steps 10, 20 and 40 to twice the multiple. ScaledAdam first
-    multiplies the gradient by the parameters' size; this function does not.
+    As in ScaledAdam, the threshold is set every `window` steps, and to twice the multiple at steps
+    10, 20 and 40. However, this function does not multiply the gradient by the size of the
+    parameters first, as ScaledAdam does.
+
+    Source: ScaledAdam, Povey et al., k2-fsa/icefall, and Zipformer, arXiv 2310.11230.
 
     Args:
-      scale: the multiple of the median.
-      window: how many norms to keep, and how often to set the threshold; `optax.inject_hyperparams`
-        needs `static_args=("window",)`.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      max_norm: a cap on the threshold.
-      **options: those that all transformations share, `optaxclip.ClipOptions`.
+      scale: The ratio of the threshold to the median.
+      window: The number of norms to keep, and the number of steps between updates of the threshold.
+        `optax.inject_hyperparams` requires `static_args=("window",)`.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      max_norm: The upper bound on the threshold. By default, there is no bound.
+      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -287,18 +301,20 @@ def clip_by_window_norm(
     max_norm: ArrayLike | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm to the mean of the last norms plus some standard deviations.
+    """Clips the global norm to the mean of the last norms plus a number of standard deviations.
 
-    Source: marin-community/levanter (`clip_update_by_historical_norm`), which clips the
-    updates after Adam; in `optax.chain` this clip can stand there too. There is no threshold until the
-    window is half full.
+    There is no threshold until the window is half full.
+
+    Source: marin-community/levanter (`clip_update_by_historical_norm`), which clips the updates
+    after Adam. You can use it after Adam in `optax.chain`.
 
     Args:
-      num_std: how many standard deviations above the mean.
-      window: how many norms to keep; `optax.inject_hyperparams` needs `static_args=("window",)`.
-      floor: smaller norms are not recorded, and no threshold is smaller.
-      max_norm: a cap on the threshold.
-      **options: those that all transformations share, `optaxclip.ClipOptions`.
+      num_std: The number of standard deviations above the mean.
+      window: The number of norms to keep. `optax.inject_hyperparams` requires
+        `static_args=("window",)`.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      max_norm: The upper bound on the threshold. By default, there is no bound.
+      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -1,4 +1,8 @@
-"""Attention heads: where they are in a weight, and the multiplier that their factors give it."""
+"""QK-Clip: scales the query and key parameters of attention heads with large logits.
+
+`Heads` describes the heads of a parameter. `resolve_heads` checks this description for a leaf, and
+`multiplier` computes the multiplier of the leaf from the factors of its heads.
+"""
 
 import dataclasses
 import functools
@@ -41,26 +45,29 @@ from optaxclip.thresholds.constant import ScalarOrSchedule, check_threshold
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The place of the heads in an attention weight, and the power of the factor that shrinks it.
+    """The axes of the heads in an attention parameter, and the power of its factor.
 
-    A head's logits are products of its queries and keys, so the powers of the two must sum to 1.
+    The logits of a head are products of its queries and keys, so the powers of queries and keys
+    must sum to 1.
 
     Attributes:
-      axis: the axis of the weight that runs over the heads. If layers are stacked, the axes that
-        run over the axes of `max_logits`, in their order, such as `(0, -2)` for layers and heads.
-      power: the power of the factor, for the whole weight; or pairs `(entries, power)`, which
-        divide a head's entries along the axis `along`, in this order, into parts with a power each.
-      along: the axis of those entries. If it is the last of `axis`, that axis holds the entries of
-        one head after another, as in a kernel `[in, heads * entries]`.
+      axis: The axis of the heads. If layers are stacked, the axes that correspond to the axes of
+        `max_logits`, in this order, such as `(0, -2)` for layers and heads.
+      power: The power of the factor for the whole parameter. It can also be a sequence of pairs
+        `(elements, power)`, which divide the elements of a head along `head_dim_axis` into parts
+        with different powers.
+      head_dim_axis: The axis of the elements of a head. If it equals the last axis in `axis`, that
+        axis contains the elements of all heads one after another, as in a kernel
+        `[in, heads * elements]`.
 
     Example:
       >>> from optaxclip import Heads
-      >>> multi_head = Heads(axis=-2)  # kernels [in, heads, entries], of queries and of keys
-      >>> grouped_query = Heads(axis=-2, power=1.0)  # of queries; the keys are left alone
+      >>> multi_head = Heads(axis=-2)  # kernels [in, heads, elements] of queries and keys
+      >>> grouped_query = Heads(axis=-2, power=1.0)  # queries, with unchanged keys
       >>> in_one_axis = Heads(axis=-1, power=((64, 0.5),))  # kernels [in, heads * 64]
       >>> queries_keys_values = Heads(axis=-2, power=((64, 0.5), (64, 0.5), (64, 0.0)))
       >>> latent_query = Heads(axis=-2, power=((128, 0.5), (64, 1.0)))  # 64 with rotary positions
-      >>> latent_key = Heads(axis=-2, power=((128, 0.5), (128, 0.0)))  # 128 of the values
+      >>> latent_key = Heads(axis=-2, power=((128, 0.5), (128, 0.0)))  # 128 values
     """
 
     axis: int | Sequence[int]
@@ -69,88 +76,97 @@ class Heads:
 
     def __post_init__(self) -> None:
         try:
-            axes, pairs, along = (
-                _axes(self.axis),
-                _pairs(self.power),
-                operator.index(self.head_dim_axis),
-            )
+            axes, segments = _axes(self.axis), _segments(self.power)
+            head_dim_axis = operator.index(self.head_dim_axis)
         except (TypeError, ValueError):
             raise TypeError(
-                f"axis must be an int or a sequence of ints, power a number or pairs (entries, "
-                f"power), and along an int; got {self.axis!r}, {self.power!r} and {self.head_dim_axis!r}"
+                "axis must be an int or a sequence of ints, power a number or pairs (elements, "
+                f"power), and head_dim_axis an int, got {self.axis!r}, {self.power!r} and "
+                f"{self.head_dim_axis!r}"
             ) from None
-        if not all(count >= 1 and 0 <= power <= 1 for count, power in pairs):
-            raise ValueError(f"power must be from 0 to 1, for 1 entry or more, got {self.power!r}")
-        # Tuples make it hashable, because compiled functions take it as a static argument.
+        if not all(count >= 1 and 0 <= power <= 1 for count, power in segments):
+            raise ValueError(
+                f"power must be from 0 to 1 for at least 1 element, got {self.power!r}"
+            )
+        # Tuples are hashable and can be static arguments of compiled functions.
         object.__setattr__(self, "axis", axes)
-        object.__setattr__(self, "along", along)
+        object.__setattr__(self, "head_dim_axis", head_dim_axis)
         if isinstance(self.power, Sequence):
-            object.__setattr__(self, "power", pairs)
+            object.__setattr__(self, "power", segments)
 
 
 class HeadLayout(NamedTuple):
-    """`Heads`, checked for one leaf.
+    """`Heads` for a leaf of a given shape.
 
     Attributes:
-      rank: the rank of the leaf.
-      axes: the axes of the heads, counted from 0.
-      along: the axis of a head's entries, counted from 0.
-      pairs: numbers of entries and their powers; a single pair with the number 1 if all entries
-        have the same power.
+      rank: The rank of the leaf.
+      axes: The axes of the heads, counted from 0.
+      head_dim_axis: The axis of the elements of a head, counted from 0.
+      segments: Numbers of elements with their powers. If all elements have the same power, there is
+        one segment with the number 1.
     """
 
     rank: int
     axes: tuple[int, ...]
-    along: int
+    head_dim_axis: int
     segments: tuple[tuple[int, float], ...]
-
-    @property
-    def shares_axis(self) -> bool:
-        """Whether one axis holds both the heads and their entries."""
-        return self.along in self.axes
 
 
 def resolve_heads(
     heads: Heads, shape: tuple[int, ...], name: str
 ) -> tuple[HeadLayout, tuple[int, ...]]:
-    """The place of heads in a leaf of this shape, and the shape of its logits."""
-    rank, axes, pairs = len(shape), _axes(heads.axis), _pairs(heads.power)
+    """Returns the layout of the heads in a leaf of this shape, and the shape of its logits."""
+    rank, axes, segments = len(shape), _axes(heads.axis), _segments(heads.power)
     is_divided = isinstance(heads.power, Sequence)
-    if any(
-        not -rank <= axis < rank for axis in (*axes, heads.head_dim_axis)[: len(axes) + is_divided]
-    ):
-        raise ValueError(f"{heads} has axes that leaf '{name}' of shape {shape} does not have")
+    used_axes = (*axes, heads.head_dim_axis) if is_divided else axes
+    if any(not -rank <= axis < rank for axis in used_axes):
+        raise ValueError(
+            f"{heads} must have axes of leaf '{name}' of shape {shape}, got {used_axes}"
+        )
     axes = tuple(axis % rank for axis in axes)
     if len(set(axes)) < len(axes):
-        raise ValueError(f"{heads} names an axis of leaf '{name}' of shape {shape} twice")
+        raise ValueError(
+            f"{heads} must have different axes for leaf '{name}' of shape {shape}, got {axes}"
+        )
     sizes = [shape[axis] for axis in axes]
     if not is_divided:
         others = [axis for axis in range(rank) if axis not in axes]
-        # Any other axis serves as that of the entries; if there is none, a head has one entry.
-        return HeadLayout(rank, axes, (others or axes)[-1], pairs), tuple(sizes)
-    along, entries = heads.head_dim_axis % rank, sum(count for count, _ in pairs)
-    if along == axes[-1] and sizes[-1] % entries == 0:
-        sizes[-1] //= entries
-    elif along in axes or shape[along] != entries:
+        # Any remaining axis can be that of the elements. Without such an axis, heads have one
+        # element.
+        return HeadLayout(rank, axes, (others or axes)[-1], segments), tuple(sizes)
+    head_dim_axis, elements = heads.head_dim_axis % rank, sum(count for count, _ in segments)
+    if head_dim_axis == axes[-1] and sizes[-1] % elements == 0:
+        sizes[-1] //= elements
+    elif head_dim_axis in axes or shape[head_dim_axis] != elements:
         raise ValueError(
-            f"{heads} divides heads of {entries} entries, which does not fit axis {along} of leaf "
-            f"'{name}' of shape {shape}"
+            f"{heads} must divide axis {head_dim_axis} of leaf '{name}' of shape {shape} into "
+            f"heads, got heads of {elements} elements"
         )
-    return HeadLayout(rank, axes, along, pairs), tuple(sizes)
+    return HeadLayout(rank, axes, head_dim_axis, segments), tuple(sizes)
 
 
-def multiplier(factor: Array, place: HeadLayout) -> Array:
-    """The multiplier of a weight from the factors of its heads, broadcastable to the weight."""
-    factor = jnp.transpose(factor, [int(i) for i in np.argsort(place.axes)])
-    factor = lax.expand_dims(factor, [i for i in range(place.rank) if i not in place.axes])
-    counts, powers = zip(*place.segments, strict=True)
-    powers = np.repeat(powers, counts)
-    # If one axis holds both heads and entries, the entries get a temporary axis of their own.
-    at = place.along + place.shares_axis
-    split = lax.expand_dims(factor, [at]) if place.shares_axis else factor
-    by = _power(split, powers.reshape([len(powers) if i == at else 1 for i in range(split.ndim)]))
+def multiplier(factor: Array, layout: HeadLayout) -> Array:
+    """Returns the multiplier of a leaf for factors of heads. It broadcasts to the leaf."""
+    # [*heads] -> the order of the axes in the leaf, with size 1 along the remaining axes
+    factor = jnp.transpose(factor, [int(i) for i in np.argsort(layout.axes)])
+    factor = lax.expand_dims(factor, [i for i in range(layout.rank) if i not in layout.axes])
+    counts, powers = zip(*layout.segments, strict=True)
+    powers = np.repeat(powers, counts)  # [elements]
+    # If one axis contains both the heads and their elements, the elements get a temporary axis.
+    has_shared_axis = layout.head_dim_axis in layout.axes
+    axis = layout.head_dim_axis + has_shared_axis
+    # For example, [heads, 1] for a kernel [heads * elements]
+    x = lax.expand_dims(factor, [axis]) if has_shared_axis else factor
+    exponents = jnp.asarray(
+        powers.reshape([len(powers) if i == axis else 1 for i in range(x.ndim)]), x.dtype
+    )
+    # Powers of 1 and powers with the exponent 0 are exactly 1.
+    is_between = (x > 0) & (x < 1)
+    by = jnp.where(is_between, x, 1) ** exponents
+    by = jnp.where(is_between | (x != 0) | (exponents == 0), by, 0)
+    # Merge the temporary axis again, for example to [heads * elements].
     shape = [*factor.shape]
-    shape[place.along] *= len(powers)
+    shape[layout.head_dim_axis] *= len(powers)
     return by.reshape(shape)
 
 
@@ -158,18 +174,10 @@ def _axes(axis: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
 
 
-def _pairs(power: float | Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+def _segments(power: float | Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     if not isinstance(power, Sequence):
         return ((1, float(power)),)
     return tuple((operator.index(count), float(part)) for count, part in power)
-
-
-def _power(x: Array, powers: np.ndarray[Any, Any]) -> Array:
-    """Powers of numbers from 0 to 1; those of 1, and those with exponent 0, are exactly 1."""
-    exponents = jnp.asarray(powers, x.dtype)
-    between = (x > 0) & (x < 1)
-    power = jnp.where(between, x, 1) ** exponents
-    return jnp.where(between | (x != 0) | (exponents == 0), power, 0)
 
 
 @validate_call(transformation=True)
@@ -181,57 +189,58 @@ def clip_attention_logits(
     record: bool = True,
     name: str = "clip_attention_logits",
 ) -> Transformation[ClipState]:
-    """Shrinks the query and key weights of attention heads whose logits exceed a threshold (QK-Clip).
+    """Scales the query and key parameters of attention heads with large logits (QK-Clip).
 
-    Let `S` be the largest logit of a head in this step's batch, after the division by the root of
-    the head's size and before the softmax. The head's factor is `min(1, tau / S)`. This must be the
-    last stage of a chain: it changes the update `u` of weights `w` so that the weights become
-    `factor**power * (w + u)`. With these, the logits of the same batch would be at most about
-    `tau`. A head below the threshold is left alone, bit for bit.
+    Let `S` be the largest logit of a head in the batch of this step, after the division by the
+    square root of the head size and before the softmax. The factor of the head is
+    `min(1, tau / S)`. This transformation must be the last stage of a chain. It changes the update
+    `u` of the parameters `w` so the new parameters are `factor**power * (w + u)`. The logits of the
+    same batch would then be at most about `tau`. Heads below the threshold are unchanged.
 
-    `heads` says how the factor is divided between the weights of queries and of keys:
+    The function `heads` determines how queries and keys share the factor:
 
       attention                        | queries                | keys
       ---------------------------------|------------------------|-------------------------
       multi-head                       | power 0.5              | power 0.5
-      grouped-query, multi-query       | power 1                | left alone: heads share them
-      multi-head latent: each head's   | power 0.5              | power 0.5
-      ... with rotary positions        | power 1                | left alone: heads share them
+      grouped-query, multi-query       | power 1                | unchanged, as heads share them
+      multi-head latent, per head      | power 0.5              | power 0.5
+      ... with rotary positions        | power 1                | unchanged, as heads share them
 
-    Biases of queries and keys must be scaled too: `axis=-2` finds the heads of both a kernel
-    `[in, heads, entries]` and a bias `[heads, entries]`. If queries and keys are normalized
-    (QK-norm), their weights do not scale logits, and there is nothing to clip.
+    Biases of queries and keys must be scaled too. For example, `axis=-2` is correct for both a
+    kernel `[in, heads, elements]` and a bias `[heads, elements]`. If queries and keys are
+    normalized (QK-norm), their parameters do not scale the logits, so clipping is not needed.
 
-    The update takes `max_logits=`: a pytree of arrays `[heads]`, each at the path of its attention
-    in the tree of parameters, such as `{"layers/0/attention": S}`. What Flax's `sow` collects under
-    the name `max_logits` is such a tree. A single array serves all. Pass the largest logits over
-    the whole batch: over all microbatches (`optax.MultiSteps` passes on only those of the last
-    one), and inside `shard_map` over all devices (`jax.lax.pmax`). A logit that is not finite
-    changes no weight. In bfloat16 weights a factor within 0.2 % of 1 is lost to rounding.
+    You must pass `max_logits=` to the update. It is a pytree of arrays `[heads]` at the paths of
+    the attention layers in the parameters, such as `{"layers/0/attention": S}`. For example, Flax's
+    `sow` with the name `max_logits` collects such a tree. A single array is used for all layers.
+    Pass the largest logits of the whole batch. Note that `optax.MultiSteps` only passes those of
+    the last microbatch. Inside `shard_map`, compute the maximum over all devices with
+    `jax.lax.pmax`. Non-finite logits do not change the parameters. For bfloat16 parameters, factors
+    within 0.2 % of 1 are lost to rounding.
 
     Source: Kimi Team, 2025, arXiv 2507.20534.
 
     Args:
-      tau: the largest logit.
-      heads: `fn(path, leaf) -> Heads`, or None for leaves that are left alone; the path is text
-        such as `layers/0/attention/query/kernel`. Because it is a function but not a schedule,
-        `optax.inject_hyperparams` needs `static_args=("heads",)`.
-      specs: how the weights are split over devices, as in `optaxclip.clip_by`; needed inside
-        `shard_map` if heads are split.
-      record: whether the state keeps what was done. With False the state is an `optax.EmptyState`,
-        and any state is accepted and returned as it is. A schedule needs the step count, so
-        `record=False` is an error with it.
-      name: the name in messages.
+      tau: The maximum logit.
+      heads: A function `fn(path, leaf) -> Heads`. It returns None for leaves that must not change.
+        The path is a string such as `layers/0/attention/query/kernel`. Because it is a function but
+        not a schedule, `optax.inject_hyperparams` requires `static_args=("heads",)`.
+      specs: The sharding of the parameters, as in `optaxclip.clip_by`. It is required inside
+        `shard_map` if heads are sharded.
+      record: If False, the state is an `optax.EmptyState`, and any state is accepted and returned
+        unchanged. Schedules require the step count and cannot be used with `record=False`.
+      name: The name in messages.
 
     Returns:
-      A transformation with a `ClipState`, whose record has an entry for each weight; its `norm` is
-      the logit of the weight's worst head. The update returns a tree with the shapes, dtypes and
-      weak types of the updates that it is given.
+      A transformation with a `ClipState`. Its record has one element per parameter with heads, and
+      `norm` is the logit of the head with the largest ratio to its threshold. The update returns a
+      tree with the shapes, dtypes and weak types of the given updates.
 
     Raises:
-      ValueError: for a threshold that is negative, NaN or not a scalar; when used, if `heads` finds
-        heads in no leaf, or `params` or `max_logits` is missing or has the wrong shapes.
-      TypeError: for a threshold that is not a number, or if `heads` is not a function.
+      ValueError: If the threshold is negative, NaN or not a scalar. `init` and the update raise
+        it if `heads` returns None for all leaves, or if `params` or `max_logits` is missing or has
+        wrong shapes.
+      TypeError: If the threshold is not a number or `heads` is not a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -248,54 +257,54 @@ def clip_attention_logits(
     """
     if not callable(heads):
         raise TypeError(
-            "heads must be a function (path, leaf) -> optaxclip.Heads or None that says which "
-            "leaves are weights of queries and keys, and on which axis their heads are; got "
-            f"{heads!r}"
+            f"heads must be a function (path, leaf) -> optaxclip.Heads or None, got {heads!r}; "
+            "return Heads with the axis of the heads for the parameters of queries and keys"
         )
     threshold, name = check_threshold(tau, "tau"), check_name(name)
 
-    def clip(specs: PyTree = None) -> Transformation[ClipState]:
-        # In the tree of logits each head is one entry, which is a group of its own.
-        of_heads = {"specs": specs, "record": record, "name": name}
-        return clip_by(scopes.axes(()), threshold, norm="linf", **of_heads)
+    def clip_logits(specs: PyTree = None) -> Transformation[ClipState]:
+        # The heads are the elements of the tree of logits, and separate groups.
+        options = {"specs": specs, "record": record, "name": name}
+        return clip_by(scopes.axes(()), threshold, norm="linf", **options)
 
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
-        weights = _weights(flat, heads)
-        # A tree without leaves is no error: `optax.tree_map_params` makes a state from one.
-        if flat.inexact_indices and not weights:
+        head_leaves = _find_head_leaves(flat, heads)
+        # Trees without leaves are valid because `optax.tree_map_params` initializes with them.
+        if flat.inexact_indices and not head_leaves:
             raise ValueError(
-                f"{name}: heads must give optaxclip.Heads for some leaf, and gave None for all of "
+                f"{name}: heads must return optaxclip.Heads for some leaf, got None for all of "
                 f"{flat.names()}"
             )
-        return clip().init({weight.name: jnp.zeros(weight.shape) for weight in weights})
+        return clip_logits().init({leaf.name: jnp.zeros(leaf.shape) for leaf in head_leaves})
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None, max_logits: PyTree = None, **_: Any
     ) -> tuple[PyTree, Any]:
         flat = flatten(updates, "updates")
-        for given, missing in ((params, "params"), (max_logits, "max_logits")):
-            if given is None:
+        for value, argument in ((params, "params"), (max_logits, "max_logits")):
+            if value is None:
                 raise ValueError(
-                    f"{name}: {missing} is missing; pass it: update(updates, state, params, "
-                    "max_logits=...), with the largest attention logit of each head in this step"
+                    f"{name}: {argument} must be passed to the update, got None; call "
+                    "update(updates, state, params, max_logits=...) with the largest attention "
+                    "logits of the heads in this step"
                 )
-        weights = _weights(flat, heads)
-        only = flat._replace(inexact_indices=[weight.position for weight in weights])
-        logits = _logits_of(weights, max_logits, name)
-        clipped, state = clip(_specs_of(weights, specs, only)).update(logits, state)
-        names = [weight.name for weight in weights]
-        leaves = _rescale_weights(
+        head_leaves = _find_head_leaves(flat, heads)
+        only = flat._replace(inexact_indices=[leaf.position for leaf in head_leaves])
+        logits = _logits_by_name(head_leaves, max_logits, name)  # name -> [*heads]
+        clipped, state = clip_logits(_head_specs(head_leaves, specs, only)).update(logits, state)
+        names = [leaf.name for leaf in head_leaves]
+        leaves = _rescale_params(
             only.inexact_leaves(),
             align_params(only, params, name).inexact_leaves(),
             [logits[key] for key in names],
             [clipped[key] for key in names],
-            places=tuple(weight.layout for weight in weights),
+            layouts=tuple(leaf.layout for leaf in head_leaves),
         )
         return only.unflatten(leaves), state
 
     if not check_bool(record, "record"):
-        clip()  # refuses a threshold that depends on earlier steps
+        clip_logits()  # rejects thresholds that depend on earlier steps
         return stateless(
             lambda updates, params, **extra: update_fn(updates, (), params, **extra)[0]
         )
@@ -310,8 +319,8 @@ def clip_attention_logits(
     return transformation(init, update)
 
 
-class _Weight(NamedTuple):
-    """A leaf with heads: its position among all leaves, its name, and the shape of its logits."""
+class _HeadLeaf(NamedTuple):
+    """A leaf with heads. `position` is its index in the tree and `shape` that of its logits."""
 
     position: int
     name: str
@@ -320,8 +329,8 @@ class _Weight(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _weights(flat: FlatTree, heads: Callable[[str, Any], Heads | None]) -> list[_Weight]:
-    found = []
+def _find_head_leaves(flat: FlatTree, heads: Callable[[str, Any], Heads | None]) -> list[_HeadLeaf]:
+    head_leaves = []
     for position, leaf, name in zip(
         flat.inexact_indices, flat.inexact_leaves(), flat.names(), strict=True
     ):
@@ -329,90 +338,99 @@ def _weights(flat: FlatTree, heads: Callable[[str, Any], Heads | None]) -> list[
         if own is None:
             continue
         if not isinstance(own, Heads):
-            raise TypeError(f"heads must give optaxclip.Heads or None, got {own!r} for '{name}'")
+            raise TypeError(f"heads must return optaxclip.Heads or None, got {own!r} for '{name}'")
         if is_sparse(leaf):
-            raise TypeError(f"heads must leave sparse leaves alone, got Heads for '{name}'")
+            raise TypeError(f"heads must return None for sparse leaves, got Heads for '{name}'")
         path = _split_path(flat.paths[position])
-        found.append(_Weight(position, name, path, *resolve_heads(own, np.shape(leaf), name)))
-    return found
+        layout, shape = resolve_heads(own, np.shape(leaf), name)
+        head_leaves.append(_HeadLeaf(position, name, path, layout, shape))
+    return head_leaves
 
 
 def _split_path(path: Path) -> tuple[str, ...]:
     return tuple(leaf_name(path).split("/")) if path else ()
 
 
-def _specs_of(weights: list[_Weight], specs: PyTree, flat: FlatTree) -> PyTree:
-    """How the logits are split over devices: as the heads of the weights are."""
-    if specs is None or not weights:
+def _head_specs(head_leaves: list[_HeadLeaf], specs: PyTree, flat: FlatTree) -> PyTree:
+    """Returns the sharding of the logits, which is that of the heads in the parameters."""
+    if specs is None or not head_leaves:
         return None
+    head_specs = {}
+    for spec, head_leaf in zip(broadcast_prefix(specs, flat, "specs"), head_leaves, strict=True):
+        # A spec can be shorter than the rank of the leaf.
+        padded = [*as_spec(spec), *[None] * head_leaf.layout.rank]
+        own = PartitionSpec(*(padded[axis] for axis in head_leaf.layout.axes))
+        is_named = isinstance(spec, NamedSharding)
+        head_specs[head_leaf.name] = NamedSharding(spec.mesh, own) if is_named else own
+    return head_specs
 
-    def head_spec(spec: Any, weight: _Weight) -> Any:
-        padded = [*as_spec(spec), *[None] * weight.layout.rank]
-        own = PartitionSpec(*(padded[axis] for axis in weight.layout.axes))
-        return NamedSharding(spec.mesh, own) if isinstance(spec, NamedSharding) else own
 
-    rows = zip(broadcast_prefix(specs, flat, "specs"), weights, strict=True)
-    return {weight.name: head_spec(spec, weight) for spec, weight in rows}
-
-
-def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[str, Array]:
-    """The logits of each weight's heads, by its name; negative ones become 0."""
+def _logits_by_name(
+    head_leaves: list[_HeadLeaf], max_logits: PyTree, name: str
+) -> dict[str, Array]:
+    """Returns the logits of the heads by the names of the leaves. Negative logits become 0."""
     flat = flatten(max_logits, "max_logits", integer_policy="error")
-    found: dict[tuple[str, ...], list[Any]] = {}
+    arrays_by_path: dict[tuple[str, ...], list[Any]] = {}
     for i in flat.inexact_indices:
         if jnp.iscomplexobj(flat.leaves[i]):
             raise TypeError(f"max_logits must have real leaves, got {flat.leaves[i]!r:.80}")
         parts = _split_path(flat.paths[i])
+        # Flax's `sow` appends its name and the indices of a tuple to the path.
         end = parts.index("max_logits") if "max_logits" in parts else len(parts)
-        found.setdefault(parts[:end], []).append(flat.leaves[i])
-    largest = {}
-    for weight in weights:
-        above = [place for place in found if weight.path[: len(place)] == place]
-        if not above:
+        arrays_by_path.setdefault(parts[:end], []).append(flat.leaves[i])
+    arrays_by_name = {}
+    for leaf in head_leaves:
+        # The deepest path that contains the leaf.
+        prefixes = [path for path in arrays_by_path if leaf.path[: len(path)] == path]
+        if not prefixes:
             raise ValueError(
-                f"{name}: max_logits has no array for the weight '{weight.name}', only for "
-                f"{['/'.join(place) for place in found]}; put one at the path of its attention, "
-                "such as {'layers/0/attention': array}"
+                f"{name}: max_logits must have an array for the parameter '{leaf.name}', got "
+                f"arrays for {['/'.join(path) for path in arrays_by_path]}; pass an array at the "
+                "path of its attention, such as {'layers/0/attention': array}"
             )
-        arrays = found[max(above, key=len)]
+        arrays = arrays_by_path[max(prefixes, key=len)]
         for array in arrays:
-            if np.shape(array) != weight.shape:
+            if np.shape(array) != leaf.shape:
                 raise ValueError(
-                    f"{name}: max_logits must have an array of shape {weight.shape} for the heads "
-                    f"of weight '{weight.name}', got {np.shape(array)}; pass the largest logit of "
-                    "each head, and with grouped queries give None for the weights of keys"
+                    f"{name}: max_logits must have shape {leaf.shape} for the heads of the "
+                    f"parameter '{leaf.name}', got {np.shape(array)}; pass the largest logits "
+                    "of its heads, and return None for the keys of grouped queries"
                 )
-        largest[weight.name] = arrays
-    return _largest(largest)
+        arrays_by_name[leaf.name] = arrays
+    return _reduce_logits(arrays_by_name)
 
 
 @jax.jit
-def _largest(arrays: dict[str, list[Any]]) -> dict[str, Array]:
-    def largest(some: list[Any]) -> Array:
-        wide = [x.astype(accumulation_dtype(x.dtype)) for x in map(jnp.asarray, some)]
-        found = jnp.maximum(functools.reduce(jnp.maximum, promote_dtypes(wide)), 0)
-        # A logit that is not finite changes no weight, so it has the derivative 0.
-        return jnp.where(jnp.isfinite(found), found, lax.stop_gradient(found))
+def _reduce_logits(arrays_by_name: dict[str, list[Any]]) -> dict[str, Array]:
+    """Computes the elementwise maximum of the arrays with the same name and 0."""
+    result = {}
+    for name, arrays in arrays_by_name.items():
+        wide = [x.astype(accumulation_dtype(x.dtype)) for x in map(jnp.asarray, arrays)]
+        largest = jnp.maximum(functools.reduce(jnp.maximum, promote_dtypes(wide)), 0)  # [*heads]
+        # Non-finite logits do not change the parameters, so their derivative is 0.
+        result[name] = jnp.where(jnp.isfinite(largest), largest, lax.stop_gradient(largest))
+    return result
 
-    return {name: largest(some) for name, some in arrays.items()}
 
-
-@functools.partial(jax.jit, static_argnames="places")
-def _rescale_weights(
+@functools.partial(jax.jit, static_argnames="layouts")
+def _rescale_params(
     updates: list[Any],
-    weights: list[Any],
+    params: list[Any],
     logits: list[Array],
     clipped: list[Array],
     *,
-    places: tuple[HeadLayout, ...],
+    layouts: tuple[HeadLayout, ...],
 ) -> list[Array]:
-    """Updates that lead to the weights of the given updates times the factors."""
+    """Returns `multiplier * (w + u) - w` for updates `u` of parameters `w`."""
     rescaled = []
-    for u, w, before, after, place in zip(updates, weights, logits, clipped, places, strict=True):
+    for u, w, before, after, layout in zip(updates, params, logits, clipped, layouts, strict=True):
         u, w = jnp.asarray(u), jnp.asarray(w)
+        # [*heads]
         quotient = jnp.where(jnp.isfinite(before), divide_no_nan(after, before, 1.0), 1)
+        # Use float32 or wider for the new updates.
         wide = norm_dtype([u.dtype, w.dtype])
-        by = multiplier(quotient.astype(wide), place)
+        by = multiplier(quotient.astype(wide), layout)
+        # by * u - (1 - by) * w, which is exactly u if by is 1
         new = scale_by_real(cast_elements(u, wide), by)
         new = new - scale_by_real(cast_elements(w, wide), 1 - by).astype(new.dtype)
         rescaled.append(match_weak_type(jnp.where(by == 1, u, new.astype(u.dtype)), u))

@@ -1,4 +1,4 @@
-"""Transformations that clip each entry by its own value."""
+"""Transformations that clip elements by their own values: `clip` and `clip_by_value`."""
 
 import math
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class ClipByValueState(NamedTuple):
     """State of elementwise clipping.
 
     Attributes:
-      steps: int32[], steps so far.
+      steps: int32[], the number of steps.
     """
 
     NEEDS_OPTIMIZER = True
@@ -53,24 +53,24 @@ class ClipByValueState(NamedTuple):
     too_many_hint=", or use clip_by_value(min_value, max_value) for two bounds",
 )
 def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[ClipByValueState]:
-    """Clips each entry to `[-max_delta, max_delta]`, a complex one to the modulus `max_delta`.
+    """Clips elements to `[-max_delta, max_delta]`, and complex elements to the modulus `max_delta`.
 
-    NaN stays NaN, and infinite entries become the bounds.
+    NaN is returned unchanged and infinite elements become the bounds.
 
     Args:
-      max_delta: the largest absolute value, or a schedule of it.
-      record: whether the state counts the steps. With False the state is an `optax.EmptyState`, and
-        any state is accepted and returned as it is. A schedule needs the step count, so
-        `record=False` is an error with it.
+      max_delta: The maximum absolute value, or a schedule of it.
+      record: If True, the state counts the steps. If False, the state is an `optax.EmptyState`, and
+        any state is accepted and returned unchanged. Schedules require the step count and cannot be
+        used with `record=False`.
 
     Returns:
-      A transformation with a `ClipByValueState`. It does not record what was clipped, because that
-      would read the gradients more often than the clip does.
+      A transformation with a `ClipByValueState`. Note that it does not record which elements were
+      clipped, because this would require more passes over the gradients than the clipping.
 
     Raises:
-      ValueError: if `max_delta` is negative, NaN or not a scalar, or is a schedule while `record`
-        is False.
-      TypeError: if it is not a number.
+      ValueError: If `max_delta` is negative, NaN or not a scalar, or if it is a schedule and
+        `record` is False.
+      TypeError: If `max_delta` is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -92,22 +92,22 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
 def clip_by_value(
     min_value: ScalarOrSchedule, max_value: ScalarOrSchedule, *, record: bool = True
 ) -> Transformation[ClipByValueState]:
-    """Clips each entry to `[min_value, max_value]`, a complex one to the modulus `max_value`.
+    """Clips elements to `[min_value, max_value]`, and complex elements to the modulus `max_value`.
 
-    NaN stays NaN, and infinite entries become the bounds.
+    NaN is returned unchanged and infinite elements become the bounds.
 
     Args:
-      min_value: a scalar, an array that broadcasts to every leaf, or a schedule of one of these.
-      max_value: as `min_value`.
-      record: as in `clip`.
+      min_value: A scalar, an array that broadcasts to all leaves, or a schedule of these.
+      max_value: A scalar, an array that broadcasts to all leaves, or a schedule of these.
+      record: If False, the state does not count the steps, as in `clip`.
 
     Returns:
-      A transformation with a `ClipByValueState`, which counts only the steps.
+      A transformation with a `ClipByValueState`, which only counts the steps.
 
     Raises:
-      ValueError: if a minimum exceeds its maximum (traced values are not compared), if a bound does
-        not broadcast to the shape of a leaf, or if one is a schedule while `record` is False.
-      TypeError: if a bound is not a number.
+      ValueError: If a minimum exceeds its maximum (traced values are not compared), if a bound does
+        not broadcast to the shape of a leaf, or if a bound is a schedule and `record` is False.
+      TypeError: If a bound is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -132,14 +132,14 @@ def _clip_by_bounds(
 ) -> Transformation[ClipByValueState]:
     name = "clip" if low is None else "clip_by_value"
 
-    def update_fn(updates: PyTree, smallest: Any, largest: Any) -> PyTree:
-        return clamp(flatten(updates, "updates"), smallest, largest, arguments)
-
+    bounds: tuple[Any, Any] = (low, high)
     is_scheduled = callable(low) or callable(high)
     if not check_bool(record, "record"):
         if is_scheduled:
             raise ValueError(needs_state_message(name))
-        return stateless(lambda updates, *_, **__: update_fn(updates, low, high))
+        return stateless(
+            lambda updates, *_, **__: clamp(flatten(updates, "updates"), *bounds, arguments)
+        )
 
     def init(params: PyTree) -> ClipByValueState:
         flatten(params, "params")
@@ -149,37 +149,46 @@ def _clip_by_bounds(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
+        # Without a schedule, the step count is not needed and None can be used as a state.
         is_fresh = state is None and not is_scheduled
         state = ClipByValueState(jnp.zeros((), jnp.int32)) if is_fresh else state
         check_state(state, ClipByValueState, name, updates=updates)
-        smallest, largest = (_evaluate_bound(bound, state.steps) for bound in (low, high))
-        return update_fn(updates, smallest, largest), ClipByValueState(safe_increment(state.steps))
+        lowest, highest = (
+            check_bound(bound(state.steps), "the schedule's value") if callable(bound) else bound
+            for bound in bounds
+        )
+        clipped = clamp(flatten(updates, "updates"), lowest, highest, arguments)
+        return clipped, ClipByValueState(safe_increment(state.steps))
 
     return transformation(init, update)
-
-
-def _evaluate_bound(bound: ScalarOrSchedule | None, steps: Array) -> Any:
-    """A bound, or the value of a schedule, checked."""
-    if not callable(bound):
-        return bound
-    return check_bound(bound(steps), "the schedule's value")
 
 
 def clamp(
     flat: FlatTree, low: ArrayLike | None, high: ArrayLike, arguments: tuple[str, str]
 ) -> PyTree:
-    """The tree with real entries clipped to `[low, high]`, complex ones to the modulus `high`.
+    """Clips real elements to `[low, high]` and complex elements to the modulus `high`.
 
-    NaN stays NaN; infinite entries become the bounds. If `low` is above `high`, entries become
-    `low`; if it is None, it is `-high`, and a negative `high` acts as 0. Bounds broadcast to every
-    leaf. Of `BCOO` leaves the stored entries are clipped, after values with the same index were
-    added. Messages call the bounds by `arguments`.
+    NaN is returned unchanged and infinite elements become the bounds. If `low` is above `high`,
+    elements become `low`. If `low` is None, it is `-high`, and a negative `high` is treated as 0.
+    Bounds broadcast to all leaves. For `BCOO` leaves, the stored elements are clipped after the
+    values with equal indices are added. Messages use the names `arguments` for the bounds.
     """
     leaves = flat.inexact_leaves()
     for bound, argument in zip((low, high), arguments, strict=True):
-        if bound is not None and np.shape(bound):
-            _check_broadcastable(bound, argument, flat)
-    # One bound for each dtype, not for each leaf: each operand of a compiled call takes time.
+        if bound is None or not np.shape(bound):
+            continue
+        for leaf, name in zip(leaves, flat.names(), strict=True):
+            shape = np.shape(get_stored_values(leaf))
+            try:
+                fits = np.broadcast_shapes(np.shape(bound), shape) == shape
+            except ValueError:
+                fits = False
+            if not fits:
+                raise ValueError(
+                    f"{argument} must broadcast to leaf '{name}' of shape {shape}, got shape "
+                    f"{np.shape(bound)}; pass a scalar"
+                )
+    # Use one bound per dtype instead of per leaf, because operands of compiled calls take time.
     dtypes = set(map(_canonical, {dtype_of(leaf) for leaf in leaves}))
     highs = {str(dtype): _clip_bound_to_dtype(high, dtype) for dtype in dtypes}
     lows = (
@@ -189,7 +198,7 @@ def clamp(
 
 
 def check_bound(bound: Any, argument: str) -> Any:
-    """`bound`, checked to be a real number or an array of these."""
+    """Checks that `bound` is a real number or a real array and returns it."""
     if not is_real(bound):
         raise TypeError(
             f"{argument} must be a number or an array, got {short_repr(bound)} of type "
@@ -199,53 +208,34 @@ def check_bound(bound: Any, argument: str) -> Any:
 
 
 def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
-    """Checks that no minimum exceeds its maximum and no bound is NaN; skips traced bounds."""
+    """Checks that no minimum exceeds its maximum and no bound is NaN, unless traced."""
     if any(isinstance(bound, Tracer) for bound in (low, high)):
         return
     if not np.all(np.asarray(low) <= np.asarray(high)):
         raise ValueError(f"{names[0]} must be at most {names[1]}, got {low!r} and {high!r}")
 
 
-def _check_broadcastable(bound: ArrayLike, argument: str, flat: FlatTree) -> None:
-    for leaf, name in zip(flat.inexact_leaves(), flat.names(), strict=True):
-        shape = np.shape(get_stored_values(leaf))
-        try:
-            fits = np.broadcast_shapes(np.shape(bound), shape) == shape
-        except ValueError:
-            fits = False
-        if not fits:
-            raise ValueError(
-                f"{argument} of shape {np.shape(bound)} does not broadcast to leaf '{name}' of "
-                f"shape {shape}"
-            )
-
-
-def _clip_bound_to_dtype(bound: ArrayLike, dtype: Any) -> ArrayLike:
-    """A bound that JAX can convert to a leaf's dtype without an error, a warning or wrapping."""
+def _clip_bound_to_dtype(bound: Any, dtype: Any) -> Any:
+    """Converts a bound so JAX can cast it to the dtype without an error, a warning or wrapping."""
     if jnp.issubdtype(dtype, jnp.integer):
-        return _integer_in_range(bound, dtype)
+        low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+        if isinstance(bound, int):
+            return np.asarray(min(max(bound, low), high), dtype)
+        # The bound is clipped in its own dtype, which may have a smaller or a larger range.
+        own = jnp.iinfo(bound.dtype)
+        low, high = (bound.dtype.type(min(max(x, own.min), own.max)) for x in (low, high))
+        library = jnp if isinstance(bound, jax.Array) else np
+        return library.minimum(library.maximum(bound, low), high).astype(dtype)
     if isinstance(bound, (int, float)):
-        # A number too large for the default float dtype becomes infinite; NumPy would warn of it.
+        # Numbers that exceed the default float dtype become infinite because NumPy would warn.
         is_large = abs(bound) > float(jnp.finfo(jnp.result_type(float)).max)
         return math.copysign(math.inf, bound > 0 or -1) if is_large else float(bound)
-    # JAX would cut 64-bit integers to 32 bits.
+    # 64-bit integers become floats because JAX truncates them to 32 bits (as of JAX 0.10.2).
     is_numpy = isinstance(bound, (np.ndarray, np.generic))
     return bound.astype(float) if is_numpy and bound.dtype.kind in "iu" else bound
 
 
-def _integer_in_range(bound: Any, dtype: Any) -> ArrayLike:
-    """An integer bound in the dtype of an integer leaf, clipped to the range of that dtype."""
-    low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
-    if isinstance(bound, int):
-        return np.asarray(min(max(bound, low), high), dtype)
-    # Clipped in the bound's own dtype, whose range may be smaller or larger than the leaf's.
-    own = jnp.iinfo(bound.dtype)
-    low, high = (bound.dtype.type(min(max(x, own.min), own.max)) for x in (low, high))
-    library = jnp if isinstance(bound, jax.Array) else np
-    return library.minimum(library.maximum(bound, low), high).astype(dtype)
-
-
-# JAX turns NumPy's float64 into float32.
+# Without 64-bit mode, JAX converts NumPy's float64 to float32.
 _canonical = jax.dtypes.canonicalize_dtype
 
 
@@ -253,69 +243,75 @@ _canonical = jax.dtypes.canonicalize_dtype
 def _clamp_by_dtype(
     leaves: list[Any], lows: dict[str, Any] | None, highs: dict[str, Any]
 ) -> list[Any]:
-    """`clamp` for leaves with a bound for each dtype."""
+    """Clamps leaves with one bound per dtype."""
     names = [str(_canonical(dtype_of(leaf))) for leaf in leaves]
     lows_of_leaves = [None if lows is None else lows[name] for name in names]
     rows = zip(leaves, lows_of_leaves, (highs[name] for name in names), strict=True)
-    return [_clamped(*row) for row in rows]
+    return [_clamp_leaf_jitted(*row) for row in rows]
 
 
 def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
-    """`clamp` for a leaf with its own bounds, which broadcast to its entries."""
+    """Clamps a leaf with bounds that broadcast to its elements."""
     x = jnp.asarray(get_stored_values(leaf))
     if not is_sparse(leaf) or leaf.unique_indices:
         return replace_values(leaf, match_weak_type(_clamp_array(x, low, high), x))
     is_exact = jnp.issubdtype(x.dtype, jnp.integer)
     sums, is_first = stored_as_entries(leaf, x.dtype if is_exact else accumulation_dtype(x.dtype))
-    entry = sums if is_exact else saturating_cast(sums, x.dtype)
-    bounded = _clamp_array(entry, low, high)
-    # The first summand of an entry beyond its bounds becomes the bound, and the others 0.
+    # [stored], where values with equal indices contain the sum of these values
+    element = sums if is_exact else saturating_cast(sums, x.dtype)
+    bounded = _clamp_array(element, low, high)
+    # The first summand of a clipped element becomes the bound, and its other summands 0.
     changed = jnp.where(is_first, bounded, jnp.zeros_like(x))
-    is_kept = (bounded == entry) | ~valid_mask(leaf)
+    is_kept = (bounded == element) | ~valid_mask(leaf)
     return replace_values(leaf, match_weak_type(jnp.where(is_kept, x, changed), x))
 
 
-# A compiled function of its own, so that it is traced once for leaves that are alike.
-_clamped = jax.jit(clamp_leaf)
+# Jitted so that leaves with equal shapes and dtypes share one trace.
+_clamp_leaf_jitted = jax.jit(clamp_leaf)
 
 
 def _clamp_array(x: Array, low: Array | None, high: Array) -> Array:
     largest = _cast_bound(x, high)
     if low is None:
+        # Schedules can return negative numbers, which would exchange the bounds.
         largest = lax.max(largest, jnp.zeros_like(largest))
     if jnp.iscomplexobj(x):
         return _bound_modulus(x, largest)
     smallest = lax.neg(largest) if low is None else _cast_bound(x, low)
-    # An entry at a bound keeps the derivative 1. If a bound is NaN, the entry becomes NaN.
-    # Operators such as `x > largest` would be nested calls, which take longer to trace.
+    # An element that equals a bound has the derivative 1. A NaN in a bound is propagated.
+    # `lax` functions are faster to trace than operators such as `x > largest` (as of JAX 0.10.2).
     y = lax.select(lax.bitwise_or(lax.gt(x, largest), lax.ne(largest, largest)), largest, x)
     return lax.select(lax.bitwise_or(lax.lt(y, smallest), lax.ne(smallest, smallest)), smallest, y)
 
 
 def _cast_bound(x: Array, bound: ArrayLike) -> Array:
-    """A bound in the shape of an array and the dtype of its real part, and within its range."""
+    """Casts a bound to the shape of an array and to the dtype and range of its real part."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.broadcast_to(bound, x.shape)
     bound, dtype = jnp.asarray(bound), jnp.finfo(x.dtype).dtype
+    # Integers are first cast to float32 or wider, because a narrow dtype may not represent them.
     if not jnp.issubdtype(bound.dtype, jnp.floating):
         bound = bound.astype(accumulation_dtype(dtype))
     return jnp.broadcast_to(saturating_cast(bound, dtype), x.shape)
 
 
 def _bound_modulus(z: Array, high: Array) -> Array:
-    """Complex entries with moduli of at most `high` and the same phases."""
+    """Reduces the moduli of complex elements to at most `high` without changing their phases."""
     high = jnp.maximum(high, 0)
     is_infinite = jnp.isinf(z.real) | jnp.isinf(z.imag)
-    # Entries are divided by a power of two near them: the modulus of a finite entry may overflow.
+    # Division by a power of two is necessary because moduli of finite elements may overflow.
     top = jnp.maximum(jnp.abs(z.real), jnp.abs(z.imag))
     unit = lax.stop_gradient(floor_pow2(top))
 
-    def toward(part: Array) -> Array:
-        return jnp.where(
+    # The signs of the infinite parts determine the phase of an infinite element.
+    parts = [
+        jnp.where(
             is_infinite, jnp.where(jnp.isinf(part), jnp.sign(part), 0), divide_by_pow2(part, unit)
         )
-
-    direction = lax.complex(toward(z.real), toward(z.imag))
+        for part in (z.real, z.imag)
+    ]
+    direction = lax.complex(*parts)
+    # [*leaf], from 1 to 2 * sqrt(2) for finite nonzero elements
     size = jnp.abs(jnp.where(direction == 0, 1, direction))
     keep = (direction == 0) | ((size <= divide_by_pow2(high, unit)) & ~is_infinite)
     by = high / size

@@ -1,7 +1,8 @@
-"""Scales a loss whose gradients are computed in float16 or fp8, and adapts the scale.
+"""Dynamic loss scaling for gradients in float16 or fp8: `scale_loss`.
 
-The scale is a power of two, so that dividing gradients by it makes no rounding error. They are
-divided in float32: in float16 a quotient could underflow although the scaled gradient did not.
+The scale is a power of two, so the division of the gradients causes no rounding errors. The
+gradients are divided in float32, because a quotient in float16 may underflow even if the scaled
+gradient does not.
 """
 
 import functools
@@ -37,11 +38,12 @@ class LossScaleState(NamedTuple):
     """State of `scale_loss`.
 
     Attributes:
-      loss_scale: float32[], the power of two that the next loss is multiplied by;
-        `optaxclip.monitor.loss_scale` reads it.
-      good_steps: int32[], how many steps in a row, up to the latest, had finite gradients and did
-        not change the scale.
-      skip: the `SkipState` of the skip around the optimizer; its `inner_state` is the optimizer's.
+      loss_scale: float32[], the power of two that scales the next loss. You can get it with
+        `optaxclip.monitor.loss_scale`.
+      good_steps: int32[], the number of consecutive steps, up to the latest step, with finite
+        gradients and an unchanged scale.
+      skip: The `SkipState` of the skip around the optimizer. Its `inner_state` is the state of the
+        optimizer.
     """
 
     loss_scale: Array
@@ -50,12 +52,12 @@ class LossScaleState(NamedTuple):
 
     @property
     def info(self) -> ClipInfo:
-        """The record of the last step; its `norm` is of the gradients without the scale."""
+        """The record of the last step, with the `norm` of the unscaled gradients."""
         return self.skip.info
 
 
 class _ScaleConfig(NamedTuple):
-    """The numbers that say how the scale changes; all but the interval are powers of two."""
+    """The parameters of the scale. All numbers except the interval are powers of two."""
 
     growth_interval: Any
     factor: Any
@@ -75,49 +77,53 @@ def scale_loss(
     maximum: float | Array = 2.0**24,
     **options: Unpack[ShardingOptions],
 ) -> Transformation[LossScaleState]:
-    """Scales the loss, so that float16 and fp8 gradients neither underflow nor overflow for long.
+    """Scales the loss dynamically to prevent underflow and overflow of low-precision gradients.
 
-    The step multiplies the loss by `optaxclip.monitor.loss_scale(opt_state)`; the update divides
-    the gradients by the same number before anything is measured. So thresholds, rules, skips and
-    records in `inner` see the gradients of the unscaled loss. If a gradient overflowed, the step is
-    skipped, as by `skip_nonfinite`, and the scale is divided by `factor`; after `growth_interval`
-    good steps in a row it is multiplied by `factor`. The scale stays between `minimum` and
-    `maximum`, because it could not come back from 0 or infinity.
+    Use it for gradients in float16 and fp8. You must multiply the loss by
+    `optaxclip.monitor.loss_scale(opt_state)` in the training step. The update divides the gradients
+    by this number first. Thresholds, rules, skips and records in `inner` therefore use the unscaled
+    gradients. If a gradient overflows, the step is skipped as in `skip_nonfinite`, and the scale is
+    divided by `factor`. After `growth_interval` consecutive good steps, the scale is multiplied by
+    `factor`. The scale stays between `minimum` and `maximum`, because it could not recover from 0
+    or infinity.
 
-    `scale_loss` must be the outermost wrapper. A clip in front of it would measure scaled
-    gradients. Another skip or `optax.MultiSteps` around it would keep its state unchanged when the
-    scale has to fall; with `MultiSteps` inside, each microbatch counts as a step.
-    `accumulate.value_and_grad` needs `reject_rule=None`, so that a microbatch that overflowed is not
-    left out unnoticed, and no `clip`, which would measure scaled gradients.
+    `scale_loss` must be the outermost wrapper. Clipping before it would use scaled gradients.
+    Another skip or `optax.MultiSteps` around it would prevent a necessary decrease of the scale.
+    Note that microbatches are steps if `MultiSteps` is inside. If you use
+    `accumulate.value_and_grad`, set `reject_rule=None` so overflowed microbatches are not rejected
+    silently. Do not use its `clip`, because it would use scaled gradients.
 
-    Source: Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740. Except for
-    `maximum`, the scale changes as in jmp's `DynamicLossScale`; in Flax's `DynamicScale` it takes
-    one more good step to grow.
+    Except for `maximum`, the scale changes as in jmp's `DynamicLossScale`. It grows one good step
+    later in Flax's `DynamicScale`.
+
+    Source: Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740.
 
     Args:
-      inner: the optimizer, with its clips.
-      initial: the scale of the first step; `optaxclip.monitor.dtype_fit` finds one from gradients
-        that were computed in float32, and says which layers do not fit the format at any scale.
-      growth_interval: after how many good steps in a row the scale grows.
-      factor: the number that the scale is multiplied or divided by.
-      minimum: the smallest scale. Gradients that are not finite at this scale would not be finite
-        without one: the steps are skipped, and `optaxclip.monitor.step_status` becomes "roll back".
-      maximum: the largest scale.
-      **options: those that all transformations share, `optaxclip.ShardingOptions`.
+      inner: The optimizer, including its clipping stages.
+      initial: The scale of the first step. You can use `optaxclip.monitor.dtype_fit` to find a
+        scale from float32 gradients, and to see which layers do not fit the format at any scale.
+      growth_interval: The number of consecutive good steps after which the scale grows.
+      factor: The number by which the scale is multiplied or divided.
+      minimum: The lower bound on the scale. Gradients that are non-finite at this scale would be
+        non-finite without a scale. Their steps are skipped, and
+        `optaxclip.monitor.step_status` becomes "roll back".
+      maximum: The upper bound on the scale.
+      **options: The options that all transformations share, see `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `LossScaleState`. Gradients in float16 and fp8 go on in float32,
-      because these formats cannot hold the quotients. Parameters in these formats reach `inner` in
-      float32 too, so its moments are float32. If parameters are passed, the updates of such
-      parameters are rounded to their format; otherwise updates that came in float16 or fp8 leave in
-      float32. All other dtypes stay. A skipped step gives zero updates. Extra arguments are passed
-      on; a loss or a norm among them must not be scaled.
+      A transformation with a `LossScaleState`. Gradients in float16 and fp8 are passed to `inner`
+      in float32, because these formats cannot represent the quotients. Parameters in these formats
+      are also passed in float32, so the moments are float32. The updates of such parameters are
+      rounded to their format if parameters are passed. Otherwise, float16 and fp8 updates are
+      returned in float32. All other dtypes are unchanged. A skipped step returns zero updates.
+      Extra arguments are passed to `inner`. Note that a loss or a norm in them must not be
+      scaled.
 
     Raises:
-      ValueError: if `initial`, `factor`, `minimum` or `maximum` is not a power of two from 2**-126
+      ValueError: If `initial`, `factor`, `minimum` or `maximum` is not a power of two from 2**-126
         to 2**126, if `factor` is not above 1, if `initial` is not between `minimum` and `maximum`,
         or if `growth_interval` is less than 1.
-      TypeError: if one of these is not a number, or `inner` is not a transformation.
+      TypeError: If one of these is not a number, or if `inner` is not a transformation.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -135,7 +141,7 @@ def scale_loss(
       0.0 32768.0 False
       -5.00e-09 32768.0 True
 
-      In float16 the scale 2**16 is infinite, and without a scale the gradient 5e-9 is 0.
+      The scale 2**16 is infinite in float16. The gradient 5e-9 is 0 without a scale.
     """
     checked = Options.create(**options)
     initial = _check_pow2(initial, "initial")
@@ -172,16 +178,16 @@ def scale_loss(
 
 
 _MIGRATION_HINT = (
-    "If the optimizer ran without a scale until now, put its state into a fresh one: "
+    "If the optimizer ran without a scale before, insert its state into a fresh state: "
     "fresh = tx.init(params); opt_state = fresh._replace(skip=fresh.skip._replace("
     "inner_state=old_opt_state))"
 )
 
 
 def round_to_pow2(loss_scale: Array) -> Array:
-    """The scale in a state, made a power of two in float32, because it may come from other code.
+    """Rounds the scale in a state to a power of two in float32, because other code may set it.
 
-    Scales of 0, and scales that are not finite, become 1.
+    Scales of 0 and non-finite scales become 1.
     """
     return floor_pow2(jnp.asarray(loss_scale).astype(jnp.float32))
 
@@ -190,10 +196,12 @@ def round_to_pow2(loss_scale: Array) -> Array:
 def _next_scale(
     numbers: _ScaleConfig, scale: Array, good_steps: Array, is_good: Array
 ) -> tuple[Array, Array]:
-    """The scale for the next step, and how many good steps there were since the scale changed."""
+    """Returns the next scale and the number of good steps since its last change."""
+    # All arrays are scalars, [].
     interval, *powers = numbers
     factor, minimum, maximum = (jnp.asarray(x, jnp.float32) for x in powers)
     good_steps = jnp.where(is_good, safe_increment(good_steps), 0)
+    # The scale grows after `interval` good steps, which are then counted from 0 again.
     grows = good_steps >= interval
     by = jnp.where(grows, factor, jnp.where(is_good, 1, reciprocal_pow2(factor)))
     return jnp.clip(scale * by, minimum, maximum), jnp.where(grows, 0, good_steps)
@@ -201,15 +209,15 @@ def _next_scale(
 
 @global_view(out_like="leaves")
 def _unscale(leaves: list[Any], scale: Array) -> list[Any]:
-    """The leaves divided by the scale, in float32 or wider."""
-    inverse = reciprocal_pow2(scale)
+    """Divides the leaves by the scale in float32 or wider."""
+    inverse = reciprocal_pow2(scale)  # exact, because the scale is a power of two
     return [
         replace_values(leaf, _product(jnp.asarray(get_stored_values(leaf)), inverse))
         for leaf in leaves
     ]
 
 
-# A compiled function of its own, so that it is traced once for leaves that are alike.
+# Jitted so that leaves with equal shapes and dtypes share one trace.
 @jax.jit
 def _product(x: Array, by: Array) -> Array:
     wide = _upcast_aval(x)
@@ -219,33 +227,36 @@ def _product(x: Array, by: Array) -> Array:
 
 @functools.cache
 def _is_narrow(dtype: Any) -> bool:
-    """Whether a float format has a smaller range than float32."""
+    """Returns `True` if a float format has a smaller range than float32."""
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return False
+    # bfloat16 has the exponents of float32, unlike float16 and the fp8 formats.
     return jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp
 
 
 def _upcast_aval(x: Any) -> Any:
-    """An array or its description, in float32 if its format has a smaller range."""
+    """Converts an array or its description to float32 if its format has a smaller range."""
     if not _is_narrow(dtype_of(x)):
         return x
+    # `init` also accepts descriptions of parameters.
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=jnp.float32)
     return jnp.asarray(x).astype(jnp.float32)
 
 
 def _upcast_params(params: PyTree) -> PyTree:
-    """Parameters, in float32 if their format has a smaller range."""
+    """Converts parameters to float32 if their format has a smaller range."""
     return jax.tree.map(
         lambda x: replace_values(x, _upcast_aval(get_stored_values(x))), params, is_leaf=is_sparse
     )
 
 
 def _round_updates(updates: PyTree, params: PyTree) -> PyTree:
-    """Updates, rounded to the format of their parameters if that has a smaller range."""
+    """Rounds updates to the format of their parameters if it has a smaller range."""
     dtypes = [dtype_of(x) for x in jax.tree.leaves(params)]
     if not any(map(_is_narrow, dtypes)):
         return updates
+    # Leaves are matched by path, because updates or parameters may lack leaves.
     flat, given = flatten(updates, "updates"), flatten(params, "params")
     of_params = {given.paths[i]: given.leaves[i] for i in given.inexact_indices}
 
@@ -261,17 +272,18 @@ def _round_updates(updates: PyTree, params: PyTree) -> PyTree:
 
 
 def _check_pow2(value: Any, argument: str) -> Any:
-    """`value`, checked to be a power of two; a traced value is rounded down to one."""
+    """Checks that `value` is a power of two and returns it. Traced values are rounded down."""
     message = (
         f"{argument} must be a power of two from 2.0**-126 to 2.0**126, got {short_repr(value)}"
     )
     if not is_real(value) or jnp.ndim(value):
         raise TypeError(message)
+    # The value of a tracer is unknown, for example in `optax.inject_hyperparams`.
     if isinstance(value, Tracer):
         return floor_pow2(value.astype(jnp.float32))
     number = float(value)
     if not (2.0**-126 <= number <= 2.0**126 and math.frexp(number)[0] == 0.5):
-        raise ValueError(f"{message}; by such a number gradients are divided without rounding")
+        raise ValueError(f"{message}; use a power of two to divide gradients without rounding")
     return value if isinstance(value, Array) else number
 
 
@@ -282,6 +294,6 @@ def _check_order(initial: Any, numbers: _ScaleConfig) -> None:
         raise ValueError(f"factor must be above 1, such as 2.0, got {short_repr(numbers.factor)}")
     if not numbers.minimum <= initial <= numbers.maximum:
         raise ValueError(
-            f"initial must be between minimum and maximum, got initial={short_repr(initial)}, minimum="
-            f"{short_repr(numbers.minimum)}, maximum={short_repr(numbers.maximum)}"
+            f"initial must be between minimum and maximum, got initial={short_repr(initial)}, "
+            f"minimum={short_repr(numbers.minimum)}, maximum={short_repr(numbers.maximum)}"
         )

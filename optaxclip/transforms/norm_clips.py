@@ -1,4 +1,4 @@
-"""Clips of updates, to be put after an optimizer or after its division by a second moment."""
+"""Transformations that clip or normalize norms with a given threshold."""
 
 from collections.abc import Callable, Sequence
 from typing import Unpack
@@ -27,20 +27,20 @@ def clip_by_block_rms(
     stacked: PyTree | Callable[[str, Array], int] | None = None,
     **options: Unpack[RescaleOptions],
 ) -> Transformation[ClipState]:
-    """Clips each leaf by the root mean square of its entries.
+    """Clips the leaves by the root mean square of their elements.
 
-    Adafactor clips its update in this way, with a threshold of 1, after dividing the gradient by
-    the root of its second moment. With any other optimizer that divides like this, put the clip
-    after its `scale_by_...` and before the learning rate. (`scale_by_stable_adam` clips by the root
-    mean square of the gradient without its momentum.)
+    Adafactor clips its updates like this with a threshold of 1, after dividing the gradient by the
+    root of its second moment. For other optimizers with this division, insert the clipping after
+    `scale_by_...` and before the learning rate. Note that `scale_by_stable_adam` clips by the root
+    mean square of the gradient without momentum.
 
     Source: Shazeer and Stern, 2018, arXiv 1804.04235.
 
     Args:
-      threshold: the largest root mean square of a leaf.
-      stacked: how many leading axes of each leaf stack separate tensors, as in
-        `optaxclip.scopes.leaf`; with None no axis does.
-      **options: those that all transformations share, `optaxclip.RescaleOptions`.
+      threshold: The maximum root mean square of a leaf.
+      stacked: The number of leading axes of the leaves that stack separate tensors, as in
+        `optaxclip.scopes.leaf`. Defaults to 0.
+      **options: The options that all transformations share, see `optaxclip.RescaleOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -49,12 +49,14 @@ def clip_by_block_rms(
       [1.4 0.2]
       >>> tx = optax.chain(optax.scale_by_adam(), clip, optax.scale_by_learning_rate(1e-3))
     """
+    # Thresholds are checked before `clip_by` so messages use the name of the argument.
     rule = check_threshold(threshold, "threshold")
     return clip_by(leaf_scope(stacked), rule, norm="rms", **options)
 
 
 def leaf_scope(stacked: PyTree | Callable[[str, Array], int] | None) -> scopes.Scope:
-    """The scope `leaf(stacked)`; None means 0, because `optax.inject_hyperparams` traces a 0."""
+    """Returns the scope `leaf(stacked)`, or `leaf(0)` if `stacked` is None."""
+    # The default is None because `optax.inject_hyperparams` would trace a default of 0.
     check_static(stacked, "stacked")
     return scopes.leaf(0 if stacked is None else stacked)
 
@@ -66,12 +68,12 @@ def clip_by_norm(
     axes: int | Sequence[int] | None = None,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Clips each leaf by its own norm.
+    """Clips the leaves by their own norms.
 
     Args:
-      max_norm: the largest norm of a leaf.
-      axes: the axes over which a norm is taken; all if None.
-      **options: those that all transformations share, `optaxclip.NormOptions`.
+      max_norm: The maximum norm of a leaf.
+      axes: The axes over which the norms are computed. By default, all axes are used.
+      **options: The options that all transformations share, see `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -92,24 +94,25 @@ def clip_by_norm(
 def clip_by_global_norm(
     max_norm: ScalarOrSchedule, *, eps: float | None = None, **options: Unpack[ClipOptions]
 ) -> Transformation[ClipState]:
-    """Clips the whole tree by its norm, so that the gradient keeps its direction.
+    """Clips the gradients by their global norm, which preserves their direction.
 
-    Beside Muon, use `optaxclip.scopes.muon` instead (`docs/muon.md`): with one norm for all leaves,
-    the gradients of Muon's large matrices would decide how far Adam's are clipped, although Muon's
-    updates do not depend on the scale of its gradients.
+    If you use Muon, use the scope `optaxclip.scopes.muon` instead (see `docs/muon.md`). Otherwise,
+    the gradients of the large matrices that Muon updates determine how much the gradients for Adam
+    are clipped. However, Muon's updates do not depend on the scale of its gradients.
 
     Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
 
     Args:
-      max_norm: the largest norm of the tree.
-      eps: if given, the factor is `max_norm / (norm + eps)` if that is below 1. With 1e-6 it is
-        PyTorch's factor to the last digit; see `optaxclip.responses.clip_with_eps`.
-      **options: those that all transformations share, `optaxclip.ClipOptions`.
+      max_norm: The maximum global norm.
+      eps: A number to add to the norm. The factor is then `max_norm / (norm + eps)` if this is
+        below 1. With 1e-6, it is exactly the factor of PyTorch, see
+        `optaxclip.responses.clip_with_eps`. By default, no number is added.
+      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
 
     Raises:
-      ValueError: for a threshold that is negative, NaN or not a scalar, an unknown name, or an `eps`
-        that is negative or not a Python number.
-      TypeError: if the threshold is not a number.
+      ValueError: If the threshold is negative, NaN or not a scalar, if a name is unknown, or if
+        `eps` is negative or not a Python number.
+      TypeError: If the threshold is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -123,6 +126,7 @@ def clip_by_global_norm(
     return clip_by(
         scopes.tree(),
         threshold,
+        # A number in the denominator belongs to the response, because the threshold is unchanged.
         response="clip" if eps is None else responses.clip_with_eps(eps),
         **options,
     )
@@ -140,30 +144,32 @@ def adaptive_grad_clip(
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Clips each unit's gradient by the norm of the unit's weights: AGC.
+    """Clips the gradients of units relative to the norms of their parameters (AGC).
 
-    A unit is all weights that lead into one output (see `optaxclip.scopes.unit`). Its threshold is
-    `clipping * max(norm of the unit's weights, eps)`. The update needs `params`.
+    A unit contains all parameters of one output, see `optaxclip.scopes.unit`. Its threshold is
+    `clipping * max(norm of the unit's parameters, eps)`. Note that the update requires `params`.
 
-    The default for `axis` finds the units of `[in, out]` and `[height, width, in, out]`, as in
-    Flax, Haiku and Keras. For other layouts it takes wrong units without an error: if the output
-    comes first, as in Equinox (`[out, in]`), one for each *input*; for convolutions over one
-    dimension (`[width, in, out]`), one for each pair of input and output. Pass `axis` for these
-    (`docs/recipes/wrappers.md` shows how).
+    The default of `axis` is correct for the layouts `[in, out]` and `[height, width, in, out]` of
+    Flax, Haiku and Keras. Note that it silently uses wrong units for other layouts. For example, it
+    uses one unit per input if the output axis is first (`[out, in]`), as in Equinox. For 1D
+    convolutions (`[width, in, out]`), it uses one unit per pair of input and output. Use `axis` for
+    these layouts, as shown in `docs/recipes/wrappers.md`.
 
-    Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171. The authors do not clip the last
-    layer's weights: wrap this transformation in `optax.masked` to leave them out.
+    The authors do not clip the parameters of the last layer. Use `optax.masked` to exclude them.
+
+    Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
 
     Args:
-      clipping: the largest ratio of gradient norm to weight norm.
-      eps: a floor under the weight norm.
-      axis: the axes over which a unit's norm is taken, or `fn(path, leaf) -> axes`; if it is None,
-        or returns None, they depend on the leaf's rank, as in `optaxclip.scopes.unit`.
-      **options: those that all transformations share, `optaxclip.NormOptions`.
+      clipping: The maximum ratio of gradient norm to parameter norm.
+      eps: A lower bound on the parameter norm.
+      axis: The axes over which the norm of a unit is computed, or `fn(path, leaf) -> axes`. If it
+        is None or returns None, the axes depend on the rank of the leaf, as in
+        `optaxclip.scopes.unit`.
+      **options: The options that all transformations share, see `optaxclip.NormOptions`.
 
     Raises:
-      ValueError: for a threshold that is negative, NaN or an array with axes; when used, without
-        `params`, or for a leaf of rank 6 or more without `axis`.
+      ValueError: If the threshold is negative, NaN or not a scalar. The update raises it if
+        `params` is missing, or if a leaf has rank 6 or more and there is no `axis`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -175,6 +181,7 @@ def adaptive_grad_clip(
        [4.e-02 8.e-06]]
     """
     check_static(axis, "axis")
+    # Unlike `thresholds.relative_to_params`, messages use the name `clipping`.
     threshold = relative(clipping, eps, "clipping")
     scope = scopes.unit(axis)
     return clip_by(scope, threshold, **options)
@@ -189,15 +196,15 @@ def clip_by_group_norm(
     labels: PyTree | Callable[[str, Array], str],
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Clips each group of leaves by the norm of the group.
+    """Clips groups of leaves by the norms of the groups.
 
     Args:
-      max_norm: the largest norm of a group: a number, a schedule, or a rule from
-        `optaxclip.thresholds`; or a dict with one of these for each label.
-      labels: a pytree prefix of the parameters with strings for leaves, or
-        `fn(path, leaf) -> label`, where the path is text such as `encoder/0/kernel`; or
-        `fn(params) -> labels`, as `optax.partition` takes it.
-      **options: those that all transformations share, `optaxclip.NormOptions`.
+      max_norm: The maximum norm of a group: a number, a schedule, or a rule from
+        `optaxclip.thresholds`. It can also be a dict from labels to these.
+      labels: A pytree prefix of the parameters with strings as leaves, a function
+        `fn(path, leaf) -> label`, where the path is a string such as `encoder/0/kernel`, or a
+        function `fn(params) -> labels`, as in `optax.partition`.
+      **options: The options that all transformations share, see `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -226,13 +233,13 @@ def normalize_by_global_norm(
     known_norm: str | None = None,
     **options: Unpack[RescaleOptions],
 ) -> Transformation[ClipState]:
-    """Scales the whole tree so that its L2 norm becomes `norm`; a tree of zeros stays zeros.
+    """Scales the gradients to an L2 norm of `norm`, unless they are zero.
 
     Args:
-      norm: the norm of every update.
-      known_norm: the name of an extra argument of the update that holds the norm of the incoming
-        tree, as in `optaxclip.clip_by`.
-      **options: those that all transformations share, `optaxclip.RescaleOptions`.
+      norm: The norm of the updates.
+      known_norm: The name of an extra argument of the update with the norm of the gradients, as in
+        `optaxclip.clip_by`.
+      **options: The options that all transformations share, see `optaxclip.RescaleOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -255,27 +262,28 @@ def normalize_by_norm_history(
     floor: float = DEFAULT_FLOOR,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Brings each leaf's L2 norm to the mean of its norms so far over their root mean square.
+    """Scales the L2 norms of leaves to the mean of their past norms over their root mean square.
 
-    Both means are moving averages, and the norm of the step counts in them. There is no threshold to
-    choose: the new norm is about 1, and smaller after a jump of the norm. The scale of the gradient
-    is lost, so use it with optimizers whose updates do not depend on that scale: Adam, Lion, Muon.
-    For other groups than leaves use, for example,
+    Both means are moving averages that include the current norm. No threshold is needed, because
+    the new norm is about 1, and smaller after a jump of the norm. Since the scale of the gradient
+    is lost, use it with optimizers that do not depend on this scale, such as Adam, Lion and Muon.
+    For other groups than leaves, use `clip_by`, for example
     `clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")`.
 
-    Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer
-    (published code, TianjinYellow/StableSPAM). Here a norm that is not finite is never recorded;
-    in the published code it stays in the averages for ever.
+    Non-finite norms are never recorded. However, they stay in the averages forever in the published
+    code (TianjinYellow/StableSPAM).
+
+    Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer.
 
     Args:
-      mean_decay: the decay of the mean.
-      square_decay: the decay of the mean square; it is 0.9 in the published code, and should not be
-        below `mean_decay`.
-      eps: added to the root mean square.
-      stacked: how many leading axes of each leaf stack separate tensors, as in
-        `optaxclip.scopes.leaf`; with None no axis does.
-      floor: smaller norms are not recorded, and no new norm is smaller.
-      **options: those that all transformations share, `optaxclip.NormOptions`.
+      mean_decay: The decay of the mean.
+      square_decay: The decay of the mean square. It should not be below `mean_decay`. Defaults to
+        0.9, as in the published code.
+      eps: A number to add to the root mean square.
+      stacked: The number of leading axes of the leaves that stack separate tensors, as in
+        `optaxclip.scopes.leaf`. Defaults to 0.
+      floor: The lower bound on the new norms. Smaller norms are not recorded.
+      **options: The options that all transformations share, see `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -1,4 +1,4 @@
-"""Judges a number by a threshold rule."""
+"""Compares a number with a threshold rule."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,15 @@ from optaxclip.thresholds.rule import update_rule
 
 
 class RuleResult(NamedTuple):
-    """A number `[]`, its threshold, the rule's next state, and what is wrong with the number."""
+    """A number, its threshold and the next state of the rule.
+
+    Attributes:
+      number: The number, [].
+      threshold: The threshold, [].
+      rule_state: The next state of the rule.
+      is_above: bool[], True if the number is finite and above the threshold.
+      is_bad: bool[], True if the number is non-finite.
+    """
 
     number: Array
     threshold: Array
@@ -26,21 +34,24 @@ class RuleResult(NamedTuple):
 
     @property
     def should_skip(self) -> Array:
-        """Whether the number is a reason to skip the step."""
+        """True if the number is a reason to skip the step."""
         return self.is_above | self.is_bad
 
     def find_offending(self, parts: Array) -> Array:
-        """Which parts are the reason to skip, from the norm of each part."""
+        """Returns flags for the parts that are the reason to skip, from the norms of the parts."""
+        # bool[parts]
         is_above = parts > self.threshold.astype(parts.dtype)
         is_largest = parts == jnp.max(parts, initial=0)
-        is_above = jnp.where(jnp.any(is_above), is_above, is_largest)
+        # If no part is above the threshold, the largest part is the reason.
+        is_above = jnp.where(jnp.any(is_above), is_above, is_largest)  # bool[parts]
         return jnp.where(self.is_bad, ~jnp.isfinite(parts), is_above & self.is_above)
 
     def update_info(self, info: ClipInfo, skip: Array) -> ClipInfo:
-        """The record after this step, which was skipped if `skip` is True."""
+        """Returns the record after this step, which was skipped if `skip` is True."""
         new = info._replace(
             norm=saturating_cast(self.number, info.norm.dtype),
             threshold=saturating_cast(self.threshold, info.threshold.dtype),
+            # A skip multiplies the step by 0.
             factor=1 - skip.astype(info.factor.dtype),
             fraction=self.is_above.astype(info.fraction.dtype),
             num_clipped=safe_increment(info.num_clipped, self.is_above),
@@ -58,12 +69,12 @@ def evaluate_rule(
     *,
     any_sign: bool = False,
 ) -> RuleResult:
-    """Judges a number, such as a norm, by a rule in this state.
+    """Compares a number, such as a norm, with the threshold of a rule.
 
-    A rule that is relative to the parameters needs their norm. With `any_sign` the number is a
-    loss, whose threshold may be negative.
+    Rules that are relative to the parameters require `param_norm`. If `any_sign` is True, the
+    threshold can be negative, as for a loss.
     """
-    thresholds, state = _thresholds_of(
+    thresholds, state = _update_rule_globally(
         evaluate_schedules(rule, state), state, number, param_norm, name=name, any_sign=any_sign
     )
     is_finite = jnp.isfinite(number)
@@ -71,9 +82,7 @@ def evaluate_rule(
     return RuleResult(number, thresholds.trigger, state, is_above, ~is_finite)
 
 
-def _out_specs(rule: ThresholdRule, state: PyTree, *_: Any) -> tuple[PartitionSpec, PyTree]:
-    del rule
-    return PartitionSpec(), state
-
-
-_thresholds_of = global_view(out_like=_out_specs)(update_rule)
+# The thresholds are replicated scalars, and the new state is sharded like the old state.
+_update_rule_globally = global_view(out_like=lambda _, state, *__: (PartitionSpec(), state))(
+    update_rule
+)

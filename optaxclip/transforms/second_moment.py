@@ -1,4 +1,8 @@
-"""Moving averages of entries, which states keep in trees like the parameters."""
+"""Elementwise clipping by moving averages: `clip_by_moving_max` and `clip_by_second_moment`.
+
+`NamedMoments` and `zero_moments` store averages of elements in trees like the parameters.
+`scale_by_stable_adam` uses them too.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -36,58 +40,58 @@ from optaxclip.transforms.norm_clips import leaf_scope
 
 
 class NamedMoments(NamedTuple):
-    """The averages in a state; a step's gradients may lack leaves that have an average."""
+    """The averages in a state. The gradients of a step may lack leaves with an average."""
 
     flat: FlatTree
     names: list[str]
 
     @classmethod
     def create(cls, tree: PyTree) -> "NamedMoments":
-        """The averages in the tree of a state."""
+        """Makes `NamedMoments` from the tree in a state."""
         flat = flatten(tree, "state")
         return cls(flat, flat.names())
 
     def get(self, gradients: FlatTree, name: str) -> list[Array]:
-        """The average of each leaf of the gradients."""
+        """Returns the averages of the leaves of the gradients."""
+        # Use the names, because the gradients may lack leaves.
         by_name = dict(zip(self.names, self.flat.inexact_leaves(), strict=True))
-        found = [by_name[path] for path in gradients.names()]
-        rows = zip(gradients.names(), gradients.inexact_leaves(), found, strict=True)
+        averages = [by_name[path] for path in gradients.names()]
+        rows = zip(gradients.names(), gradients.inexact_leaves(), averages, strict=True)
         for path, leaf, average in rows:
             if np.shape(leaf) != np.shape(average):
                 raise ValueError(
-                    f"{name}: leaf '{path}' has shape {np.shape(leaf)} in the updates and "
-                    f"{np.shape(average)} in the params that init got; begin with a fresh state"
+                    f"{name}: leaf '{path}' must have the shape {np.shape(average)} of the params "
+                    f"passed to init, got {np.shape(leaf)} in the updates; use a fresh state"
                 )
-        return found
+        return averages
 
     def replace(self, gradients: FlatTree, leaves: Sequence[Array]) -> PyTree:
-        """The tree with new averages for the leaves of the gradients; all others stay."""
+        """Replaces the averages of the leaves of the gradients and keeps the other averages."""
         new = dict(zip(gradients.names(), leaves, strict=True))
         rows = zip(self.names, self.flat.inexact_leaves(), strict=True)
         return self.flat.unflatten([new.get(name, old) for name, old in rows])
 
 
 def check_dense(flat: FlatTree, name: str) -> FlatTree:
-    """`flat`, checked to have no sparse leaf."""
+    """Checks that a tree has no sparse leaves and returns it."""
     for leaf, path in zip(flat.inexact_leaves(), flat.names(), strict=True):
         if is_sparse(leaf):
-            raise TypeError(
-                f"{name}: leaf '{path}' must be dense, but is a BCOO; pass leaf.todense()"
-            )
+            raise TypeError(f"{name}: leaf '{path}' must be dense, got a BCOO; pass leaf.todense()")
     return flat
 
 
 def zero_moments(flat: FlatTree, *, real_only: bool = False) -> PyTree:
-    """Averages before the first step: zeros, and None in place of leaves that are not measured."""
+    """Returns zeros for the floating-point leaves and None for the other leaves."""
     leaves: list[Any] = [None] * len(flat.leaves)
     for i, leaf in zip(flat.inexact_indices, flat.inexact_leaves(), strict=True):
+        # The averages are sharded like the leaves, but always in device memory.
         dtype = wide_dtype(jnp.result_type(leaf), real=real_only)
         leaves[i] = jnp.zeros_like(memory.template_on_device(leaf), dtype=dtype)
     return jax.tree_util.tree_unflatten(flat.treedef, leaves)
 
 
 def wide_dtype(dtype: jnp.dtype, *, real: bool = False) -> Any:
-    """The dtype to compute with: float32 or wider; complex for complex entries unless `real`."""
+    """Returns float32 or wider, or the complex counterpart for complex dtypes unless `real`."""
     own = accumulation_dtype(dtype)
     if real or not jnp.issubdtype(dtype, jnp.complexfloating):
         return own
@@ -99,9 +103,9 @@ class SecondMomentState(NamedTuple):
     """State of `clip_by_second_moment`.
 
     Attributes:
-      steps: int32[], steps so far.
-      moments: the moving averages of the entries' squares, a pytree like the parameters; float32
-        (float64 for 64-bit leaves), and None in place of leaves that are not clipped.
+      steps: int32[], the number of steps.
+      moments: The moving averages of the squared elements, a pytree like the parameters, float32
+        (float64 for 64-bit leaves). It has None for leaves that are not clipped.
     """
 
     NEEDS_OPTIMIZER = True
@@ -119,26 +123,28 @@ def clip_by_moving_max(
     floor: float = DEFAULT_FLOOR,
     **options: Unpack[RescaleOptions],
 ) -> Transformation[ClipState]:
-    """Shrinks the entries of a leaf that exceed the moving average of its largest entries.
+    """Clips the elements of leaves that exceed a moving average of the largest elements.
 
-    The average is debiased, and this step counts in it. Only entries above the average are changed:
-    they are multiplied by the average and divided by the leaf's largest modulus.
+    The average is debiased and includes the current step. Only elements above the average are
+    changed. They are multiplied by the ratio of the average to the largest modulus of the leaf.
 
-    Source: Huang et al., 2025, Stable-SPAM's AdaClip, arXiv 2502.17055. In the published code a NaN
-    stays in the average for ever; here a modulus that is not finite is never recorded. At each
-    reset of Adam's moments, that code also restarts its count of steps, but not the average, which
-    switches clipping off for a long time; here neither is reset.
+    Non-finite moduli are never recorded. However, a NaN stays in the average
+    forever in the published code.
+    The published code also restarts its step count at resets of Adam's moments, but not the
+    average, which disables clipping for many steps. Here, neither is reset.
+
+    Source: Huang et al., 2025, Stable-SPAM's AdaClip, arXiv 2502.17055.
 
     Args:
-      decay: the decay of the average.
-      stacked: how many leading axes of each leaf stack separate tensors, as in
-        `optaxclip.scopes.leaf`; with None no axis does.
-      floor: smaller moduli are not recorded, and no threshold is smaller.
-      **options: those that all transformations share, `optaxclip.RescaleOptions`.
+      decay: The decay of the average.
+      stacked: The number of leading axes of the leaves that stack separate tensors, as in
+        `optaxclip.scopes.leaf`. Defaults to 0.
+      floor: The lower bound on thresholds. Smaller moduli are not recorded.
+      **options: The options that all transformations share, see `optaxclip.RescaleOptions`.
 
     Returns:
-      A transformation with a `ClipState`, in which `norm` is the largest modulus of each leaf. Its
-      update returns a tree with the shapes, dtypes and weak types of the gradients.
+      A transformation with a `ClipState`. `norm` is the largest modulus of a leaf. The update
+      returns a tree with the shapes, dtypes and weak types of the gradients.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -149,6 +155,7 @@ def clip_by_moving_max(
       >>> print(updates, state.info.threshold)
       [ 1.78571 -1.5      0.25   ] [1.78571]
     """
+    # The published rule has no patience and includes the current step in its average.
     rule = thresholds.ema(decay, 1.0, debias=True, inclusive=True, floor=floor, patience=None)
     checked = Options.create(norm="linf", **options)
     return make_clip(leaf_scope(stacked), rule, checked, _ClipElementsAbove())
@@ -156,21 +163,22 @@ def clip_by_moving_max(
 
 @dataclasses.dataclass(frozen=True)
 class _ClipElementsAbove(ClipMethod):
-    """Shrinks only the entries of a group that are above its threshold."""
+    """Scales only the elements of a group that are above its threshold."""
 
     def leaf_operands(self, by: Multiplier, threshold_values: Array) -> Sequence[Array]:
-        """The fields of the multiplier, and the modulus above which entries are multiplied.
+        """Returns the multiplier and the modulus above which elements are multiplied, [groups].
 
-        In a group that is not finite, all entries are multiplied, so that modulus is -1.
+        This modulus is -1 for non-finite groups, because all of their elements are multiplied.
         """
         return (*by, select(by.ratio > 0, threshold_values, -1))
 
     def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
-        """The changed leaf; of a `BCOO`, all summands of an entry above the threshold are changed."""
+        """Scales a leaf, including all summands of an element above the threshold in a `BCOO`."""
         if not is_sparse(leaf) or leaf.unique_indices:
             return super().apply(leaf, columns, axes, options)
-        power, ratio, threshold = columns
+        power, ratio, threshold = columns  # [groups of the leaf]
         is_at_most = jnp.abs(coalesce_values(leaf, threshold.dtype)) <= threshold
+        # [3, stored], with a threshold of infinity for unchanged values
         by: Any = [jnp.broadcast_to(x, is_at_most.shape) for x in (power, ratio)]
         by.append(jnp.where(is_at_most, jnp.inf, -1).astype(threshold.dtype))
         return replace_values(leaf, super().apply(leaf.data, by, (), options))
@@ -185,40 +193,46 @@ def clip_by_second_moment(
     reset_every: int | None = None,
     name: str = "clip_by_second_moment",
 ) -> Transformation[SecondMomentState]:
-    """Clips each entry to a multiple of the root of its own second moment.
+    """Clips elements to a multiple of the root of their second moments (SPAM).
 
-    Let `v` be the moving average of an entry's squares before this step. If
-    `|g|**2 > threshold * v`, the entry's modulus becomes `sqrt(threshold * v)`, and the clipped
-    entry counts in `v`. NaN stays NaN, and infinite entries become their bounds.
+    Let `v` be the moving average of the squares of an element `g` before this step. If
+    `|g|**2 > threshold * v`, the modulus of the element becomes `sqrt(threshold * v)`, and `v` is
+    updated with the clipped element. NaN is returned unchanged and infinite elements become their
+    bounds.
 
-    Source: Huang et al., 2025, SPAM, arXiv 2501.06842. In SPAM an entry that was always zero, such
-    as one in the row of a word that has not come yet, is kept at zero until the next reset; here
-    entries with `v = 0` are left alone, and entries that are not finite never count in `v`. As in
-    the paper, `v` is not debiased, so clipping is stricter in the first steps.
+    In SPAM, an element that was always zero stays at zero until the next reset, for example in the
+    embedding of a token that has not occurred yet. Here, elements with `v = 0` are unchanged, and
+    non-finite elements are never included in `v`. As in the paper, `v` is not debiased, so clipping
+    is stricter in the first steps.
 
-    Squares may leave the range of float32. If entries stay below about `1e-19 / sqrt(1 - decay)`,
-    `v` is 0 and nothing is clipped, not even a spike. Entries above 1.3e19 count in `v` as 1.3e19,
-    so no bound is above `1.3e19 * sqrt(threshold)`, and entries above that are clipped at every
-    step after the warm-up. With 64-bit leaves the range is that of float64.
+    Squares can exceed the range of float32. If elements stay below about
+    `1e-19 / sqrt(1 - decay)`, `v` is 0 and even spikes are not clipped. Elements above 1.3e19 are
+    included in `v` as 1.3e19. No bound is therefore above `1.3e19 * sqrt(threshold)`, and larger
+    elements are clipped at all steps after the warmup. For 64-bit leaves, the range is that of
+    float64.
+
+    Source: Huang et al., 2025, SPAM, arXiv 2501.06842.
 
     Args:
-      threshold: the largest ratio of an entry's square to its second moment.
-      decay: the decay of the second moment; use `b2` of the Adam that follows.
-      warmup_steps: nothing is clipped in this many steps at the beginning and after each reset.
-        Steps that are not finite count too.
-      reset_every: after how many steps `v` is set to zero, as SPAM does every 500 steps with Adam's
-        moments; with None it never is. Static, also in `optax.inject_hyperparams`.
-      name: the name in messages.
+      threshold: The maximum ratio of the square of an element to its second moment.
+      decay: The decay of the second moment. Use the `b2` of the subsequent Adam.
+      warmup_steps: The number of steps without clipping at the start and after resets. Non-finite
+        steps are included.
+      reset_every: The number of steps after which `v` is reset to zero. SPAM resets it every 500
+        steps together with the moments of Adam. By default, it is never reset. It must be static in
+        `optax.inject_hyperparams`.
+      name: The name in messages.
 
     Returns:
-      A transformation with a `SecondMomentState`, which holds one array for each leaf. Its update
-      returns a tree with the shapes, dtypes and weak types of the gradients. Like `clip` it does
-      not record what was clipped.
+      A transformation with a `SecondMomentState`, which contains one array per leaf. The update
+      returns a tree with the shapes, dtypes and weak types of the gradients. Like `clip`, it does
+      not record which elements were clipped.
 
     Raises:
-      ValueError: if an option is out of its range; when used, for updates with leaves that were not
-        in the parameters at `init`.
-      TypeError: if an option is not a number; when used, if a leaf is sparse.
+      ValueError: If an option is out of its range. The update raises it for leaves that the
+        parameters at `init` did not have.
+      TypeError: If an option is not a number. `init` and the update raise it for sparse
+        leaves.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -234,10 +248,9 @@ def clip_by_second_moment(
         check_range(decay, 0, 1, "decay"),
         check_minimum(warmup_steps, 0, "warmup_steps"),
     )
-    period = (
-        None if reset_every is None else min(check_int(reset_every, 1, "reset_every"), 2**31 - 1)
-    )
-
+    period = None
+    if reset_every is not None:
+        period = min(check_int(reset_every, 1, "reset_every"), 2**31 - 1)
     check_name(name)
 
     def init(params: PyTree) -> SecondMomentState:
@@ -251,11 +264,12 @@ def clip_by_second_moment(
         flat = check_dense(flatten(updates, "updates"), name)
         check_state(state, SecondMomentState, name, updates=updates)
         old = NamedMoments.create(state.moments)
+        # Leaves that were None at `init` have no average.
         unknown = sorted(set(flat.names()) - set(old.names))
         if unknown:
             raise ValueError(
-                f"{name}: the updates have the leaves {unknown}, which the params passed to init "
-                "did not have"
+                f"{name}: the updates must have leaves of the params passed to init, got the other "
+                f"leaves {unknown}; use a fresh state"
             )
         leaves, moments = flat.inexact_leaves(), old.get(flat, name)
         clipped, count, moments = _clip_and_update(
@@ -283,42 +297,38 @@ def _clip_and_update(
 ) -> tuple[list[Any], Array, list[Array]]:
     step = count
     if period is not None:
-        step = count % period
+        step = count % period  # the steps since the last reset
         moments = [jnp.where(step == 0, 0, v) for v in moments]
+    # bool[]
     is_active = step >= settings.warmup_steps
     rows = zip(leaves, moments, strict=True)
-    pairs = [_clamp_and_update(*row, settings.threshold, settings.decay, is_active) for row in rows]
+    pairs = [
+        _clip_and_update_leaf(*row, settings.threshold, settings.decay, is_active) for row in rows
+    ]
     clipped, moments = ([pair[k] for pair in pairs] for k in range(2))
     return clipped, safe_increment(count, period=period or 1), moments
 
 
-# A compiled function of its own, so that it is traced once for leaves of one shape.
+# Jitted so that leaves with equal shapes and dtypes share one trace.
 @jax.jit
-def _clamp_and_update(
+def _clip_and_update_leaf(
     leaf: Any, moment: Array, threshold: Any, decay: Any, is_active: Array
 ) -> tuple[Any, Array]:
-    """A leaf, clipped by its average, and the average after this step."""
-    clipped = clamp_leaf(leaf, None, _bound(moment, threshold, is_active))
-    return clipped, _update_moment(moment, decay, leaf, clipped)
-
-
-def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
+    """Clips a leaf by its second moment and returns the new moment."""
+    # The bound of the elements, [*leaf]
     threshold = jnp.asarray(threshold).astype(moment.dtype)
-    is_limited = lax.ne(threshold, threshold.dtype.type(jnp.inf))
-    # An infinite threshold becomes 1: a product with infinity would have the derivative NaN.
-    # A negative threshold acts as 0.
-    of_threshold = safe_sqrt(lax.max(select(is_limited, threshold, 1), threshold.dtype.type(0)))
+    is_finite = lax.ne(threshold, threshold.dtype.type(jnp.inf))
+    # An infinite threshold is replaced by 1, because a product with infinity would have the
+    # derivative NaN. A negative threshold is treated as 0.
+    scale = safe_sqrt(lax.max(select(is_finite, threshold, 1), threshold.dtype.type(0)))
     is_positive, root = sqrt_where_positive(moment)
-    is_bound = lax.bitwise_and(is_positive, lax.bitwise_and(is_active, is_limited))
-    return select(is_bound, multiply(root, of_threshold), jnp.inf)
-
-
-def _update_moment(moment: Array, decay: Any, leaf: Any, clipped: Any) -> Array:
-    """The average after the square of the clipped entry, if the incoming entry was finite."""
+    is_bounded = lax.bitwise_and(is_positive, lax.bitwise_and(is_active, is_finite))
+    clipped = clamp_leaf(leaf, None, select(is_bounded, multiply(root, scale), jnp.inf))
+    # The new moment includes the squares of the clipped elements if the given ones are finite.
     square = norms.l2.map(cast_elements(jnp.asarray(clipped), moment.dtype))
-    # Half of the largest number: if the decay is 1/2, XLA for a GPU (JAX 0.10.2) adds both numbers
-    # before it multiplies them, and their sum must not be infinite.
+    # Squares are at most half of the largest number. For a decay of 1/2, XLA on GPUs adds both
+    # numbers before the multiplication, and the sum must be finite (as of JAX 0.10.2).
     square = lax.min(square, jnp.finfo(moment.dtype).max / 2)
     decay = jnp.asarray(decay).astype(moment.dtype)
-    moved = lax.add(multiply(moment, decay), multiply(square, 1 - decay))
-    return lax.select(jnp.isfinite(leaf), moved, moment)
+    new = lax.add(multiply(moment, decay), multiply(square, 1 - decay))
+    return clipped, lax.select(jnp.isfinite(leaf), new, moment)

@@ -1,4 +1,11 @@
-"""Skips a step: judges its norm by a threshold, and selects the old state if the norm is above."""
+"""Wrappers that skip steps of an optimizer: `skip_nonfinite` and `skip_above`.
+
+A stage of a chain cannot skip a step, because zero updates still decay Adam's moments and still
+apply weight decay. A wrapper keeps the parameters and the inner state unchanged. To do so, it
+selects the old values instead of multiplying by zero, since `0 * NaN` is NaN. The wrapped optimizer
+runs in every step, and its results are discarded if the step is skipped. This allows the skip to
+share one pass over the gradients with the clipping and recording stages of the optimizer.
+"""
 
 import math
 from typing import Any, Literal, NamedTuple, Unpack, get_args
@@ -50,11 +57,11 @@ CheckedTree = Literal["gradients", "updates"]
 
 @register_state
 class LossState(NamedTuple):
-    """State of the threshold that a skip has for the loss.
+    """State of the loss threshold of a skip.
 
     Attributes:
-      rule: the threshold rule's state.
-      info: a `ClipInfo` whose `norm` is the loss.
+      rule: The state of the threshold rule.
+      info: A `ClipInfo` with the loss as `norm`.
     """
 
     rule: PyTree
@@ -66,18 +73,19 @@ class SkipState(NamedTuple):
     """State of a wrapper that skips steps.
 
     Attributes:
-      rule: the threshold rule's state.
-      info: the record of the last step; `factor` is 0 if it was skipped. `num_clipped` counts norms
-        above the threshold, `num_nonfinite` those that were not finite.
-      num_skipped: int32[], how many steps were skipped, for any reason.
-      consecutive: int32[], how many steps in a row, up to the latest, were skipped.
-      leaves: the leaves' names in order; part of the structure, not arrays. A leaf that was None
-        at `init` is added at the first step that has it.
-      blamed: bool[leaves], which leaves caused the latest skip: those that were not finite; if all
-        were finite, those whose own norm was above the threshold; if none was, the one with the largest
-        norm. No leaf is blamed if the loss alone was the cause, or if the caller gave the norm.
-      loss: a `LossState`, or `()` if there is no threshold for the loss.
-      inner_state: the wrapped optimizer's state.
+      rule: The state of the threshold rule.
+      info: The record of the last step. `factor` is 0 if the step was skipped. `num_clipped` is the
+        number of norms above the threshold, and `num_nonfinite` that of non-finite norms.
+      num_skipped: int32[], the number of skipped steps.
+      consecutive: int32[], the number of consecutive skipped steps, up to the latest step.
+      leaves: The sorted names of the leaves. They are a part of the structure, not arrays. A leaf
+        that is None at `init` is added at the first step that has it.
+      is_bad_leaf: bool[leaves], True for the leaves that caused the latest skip. These are the
+        non-finite leaves. If all leaves are finite, they are the leaves with norms above the
+        threshold, or the leaf with the largest norm if no norm is above it. All flags are False if
+        only the loss caused the skip, or if `known_norm` is used.
+      loss: A `LossState`, or `()` if there is no threshold for the loss.
+      inner_state: The state of the wrapped optimizer.
     """
 
     rule: PyTree
@@ -91,7 +99,7 @@ class SkipState(NamedTuple):
 
 
 _WRAP_STATE = (
-    "If the optimizer ran without a skip until now, put its state into a fresh one: "
+    "If the optimizer ran without a skip before, insert its state into a fresh state: "
     "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
 )
 
@@ -106,10 +114,10 @@ def skip_wrapper(
     check: CheckedTree = "gradients",
     accept_nonfinite_at_limit: bool = False,
 ) -> Transformation[SkipState]:
-    """A wrapper that skips steps with a norm, or a loss, above its threshold.
+    """Makes a wrapper that skips steps with a norm or a loss above its threshold.
 
-    After `max_consecutive` skipped steps in a row the next is taken. With `gives_up` that may even
-    be a step that is not finite, and so are all others until one is finite.
+    After `max_consecutive` consecutive skipped steps, the next finite step is taken. If
+    `accept_nonfinite_at_limit` is True, non-finite steps are taken too, until a finite step occurs.
     """
     inner, threshold, name = (
         check_inner(inner),
@@ -121,12 +129,13 @@ def skip_wrapper(
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
-        # JAX 0.10.2 cannot make zeros like an array in another memory in eager mode.
+        # In eager mode, JAX cannot make zeros like an array in another memory (as of JAX 0.10.2).
         inner_state = inner.init(memory.put_on_device(params))
         _warn_if_all_are_clips(inner_state, name)
         if check == "updates":
             _refuse_accumulators(inner_state, name)
         leaves = StaticNames(tuple(sorted(flat.names())))
+        # The record has the shape of the scope `tree`, [].
         info = initial_info(name, scopes.tree()(flat))
         rule = resolve_rule(threshold, [("tree", ())])
         return SkipState(
@@ -145,7 +154,7 @@ def skip_wrapper(
     ) -> tuple[PyTree, SkipState]:
         check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
         norm = get_known_norm(options, extra_args, "scalar")
-        # Checked before the optimizer, whose own errors would not name the updates.
+        # The updates are checked first, because errors of the optimizer would not name them.
         incoming = flatten(updates, "updates").match_name_style(state.leaves)
 
         def step(
@@ -158,13 +167,13 @@ def skip_wrapper(
         flat = flatten(taken[0], "updates").match_name_style(state.leaves) if taken else incoming
         names, leaf_norms = StaticNames(), jnp.zeros(0)
         if norm is None:
-            # The two norms take one read, because the compiler sums each leaf once.
+            # Both norms need one pass, because the compiler merges equal sums.
             _, norm = _compute_norms(flat, scopes.tree(), options)
             names, leaf_norms = _compute_norms(flat, scopes.leaf(), options)
             leaf_norms = lax.stop_gradient(leaf_norms)
         if check == "updates":
-            # An optimizer such as Lion may make finite updates of an infinite gradient, which its
-            # state then keeps.
+            # Optimizers such as Lion can return finite updates for an infinite gradient, although
+            # the gradient remains in their state.
             incoming_names, incoming_norms = _compute_norms(incoming, scopes.leaf(), options)
             is_finite = jnp.isfinite(incoming_norms)
             norm = jnp.where(jnp.all(is_finite), norm, jnp.nan)
@@ -211,32 +220,33 @@ def skip_wrapper(
 
 
 def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
-    """Warns of a skip without an optimizer in it, as far as the states show it.
+    """Warns if the states show that a skip wraps no optimizer.
 
-    States of stages that only change or record updates are marked by `NEEDS_OPTIMIZER`.
+    `NEEDS_OPTIMIZER` marks the states of stages that only change or record updates.
     """
 
     def needs_optimizer(x: Any) -> bool:
         return hasattr(x, "NEEDS_OPTIMIZER")
 
-    # An `EmptyState` may be that of an optimizer, such as `optax.sgd`.
+    # An `EmptyState` can be the state of an optimizer such as `optax.sgd`.
     nodes = jax.tree.leaves(
         inner_state, is_leaf=lambda x: needs_optimizer(x) or isinstance(x, optax.EmptyState)
     )
     if nodes and all(map(needs_optimizer, nodes)):
         warn(
-            f"{name} wraps no optimizer, only clips and records, so a skipped step still moves the "
-            "weights by the moments and the weight decay of an optimizer that comes after it; wrap "
-            f"the optimizer too: {name}(optax.chain(clip, optimizer))"
+            f"{name} must wrap an optimizer, got only clipping and recording stages, so moments "
+            "and weight decay of a later optimizer still change the parameters in skipped "
+            f"steps; use {name}(optax.chain(clip, optimizer))"
         )
 
 
 def _refuse_accumulators(inner_state: PyTree, name: str) -> None:
-    """Refuses an optimizer that sums gradients or updates over several steps.
+    """Rejects optimizers that sum gradients or updates over several steps.
 
-    If a step is skipped, the sum before that step is restored. A spike that came earlier remains in
-    the sum, so that all later steps are skipped too.
+    A skip restores the previous sum. An earlier spike would stay in this sum and cause skips of all
+    later steps.
     """
+    # The order of the wrappers to use instead, for example in the message.
     orders = {
         optax.MultiStepsState: f"optax.MultiSteps({name}(optimizer, ...), k)",
         optax.ApplyEvery: f"optax.chain({name}(optimizer, ...), optax.apply_every(k))",
@@ -246,16 +256,16 @@ def _refuse_accumulators(inner_state: PyTree, name: str) -> None:
         if isinstance(node, kinds):
             raise ValueError(
                 f"{name}: inner must not sum over several steps with check='updates', got a "
-                f"{type(node).__name__} in its state, in which a spike would remain; use "
+                f"{type(node).__name__} in its state, which would keep a spike; use "
                 f"{orders[type(node)]}"
             )
 
 
 def after_skip(inner_state: PyTree, skip: Array) -> PyTree:
-    """The state that a skip keeps, in which records count the step if it was skipped.
+    """Adds a skipped step to the records in the inner state.
 
-    The states of such stages have a method `after_skip`. Those inside of `optax.MultiSteps` are
-    left alone, because they do not run at each step.
+    The states of these stages have a method `after_skip`. States inside `optax.MultiSteps` are
+    unchanged, because its stages do not run in all steps.
     """
 
     def counts(x: Any) -> bool:
@@ -268,18 +278,18 @@ def after_skip(inner_state: PyTree, skip: Array) -> PyTree:
 
 
 def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """`inner`, checked to be a transformation, as one that takes extra arguments."""
+    """Checks that `inner` is a transformation and adds support for extra arguments."""
     is_transformation = hasattr(inner, "init") and hasattr(inner, "update")
     if not is_transformation or isinstance(inner, ThresholdRule):
         raise TypeError(
-            "inner must be an Optax transformation such as optax.adam(1e-3), and is the first "
-            f"argument; got {short_repr(inner)}"
+            "inner must be an Optax transformation such as optax.adam(1e-3), got "
+            f"{short_repr(inner)}; pass it as the first argument"
         )
     return optax.with_extra_args_support(inner)
 
 
 def _compute_norms(flat: FlatTree, scope: Scope, options: Options) -> tuple[StaticNames, Array]:
-    """The names of a tree's groups, and their norms."""
+    """Returns the names and the norms of the groups of a tree."""
     plan = make_plan(flat, scope, options)
     return plan.grouping.names, compute_norms(flat, plan, options.norm)
 
@@ -287,14 +297,14 @@ def _compute_norms(flat: FlatTree, scope: Scope, options: Options) -> tuple[Stat
 def _update_bad_leaves(
     state: SkipState, names: StaticNames, flags: Array, skip: Array
 ) -> tuple[StaticNames, Array]:
-    """The leaves of a state after a step, and which of them caused the latest skip.
+    """Returns the leaf names of the next state and flags for the leaves of the latest skip.
 
-    `flags` say which of this step's leaves, `names`, cause a skip if there is one.
+    `flags` are True for the leaves of this step, `names`, that would cause a skip.
     """
-    # A state that has lost its names, for example by `optax.tree_map_params`, gets them back.
+    # The names are restored if the state has lost them, for example in `optax.tree_map_params`.
     lost = not state.leaves and len(names) == len(state.is_bad_leaf)
     known, before = names if lost else state.leaves, state.is_bad_leaf
-    # A leaf that was None at `init` gets its name at the first step that has it.
+    # Leaves that were None at `init` are added at the first step that has them.
     if len(known) == len(before) and not set(names) <= set(known):
         longer = StaticNames(tuple(sorted({*known, *names})))
         known, before = longer, _reindex_flags(longer, known, before)
@@ -302,15 +312,17 @@ def _update_bad_leaves(
 
 
 def _reindex_flags(all_leaves: StaticNames, names: StaticNames, flags: Array) -> Array:
-    """Flags for all leaves of a state, False for those that this step's tree lacks."""
+    """Reorders flags for all leaves of a state. Leaves without a flag get False."""
     if tuple(all_leaves) == tuple(names):
         return flags
     by_name = dict(zip(names, flags, strict=True))
+    # bool[] per leaf -> bool[leaves]
     column = [by_name.get(name, jnp.zeros((), bool)) for name in all_leaves]
     return meshes.stack(column)
 
 
 def _initial_loss(rule: ThresholdRule, name: str) -> LossState:
+    # The record of the loss has a single group without leaves.
     grouping = Grouping((Group(("loss",), ()),), (), "scalar")
     info = initial_info(name, grouping)
     return LossState(copy_arrays(rule.init(jnp.zeros(()))), info)
@@ -323,29 +335,29 @@ def skip_nonfinite(
     max_consecutive: int | None = None,
     **options: Unpack[ShardingOptions],
 ) -> Transformation[SkipState]:
-    """Skips the steps whose gradients hold a NaN or an infinite entry.
+    """Skips steps whose gradients contain a NaN or an infinite element.
 
-    `optaxclip.monitor.bad_leaves` then names the leaves, and `optaxclip.monitor.step_status` tells the
-    host whether to go on.
+    You can then use `optaxclip.monitor.bad_leaves` to get the names of the non-finite leaves and
+    `optaxclip.monitor.step_status` to see if training should continue.
 
-    Put it around `optax.MultiSteps`,
-    `skip_nonfinite(optax.MultiSteps(chain, k).gradient_transformation())`, not inside of it: Optax
-    0.2.8 keeps a NaN of one microbatch in its sum for ever, so that a skip inside would skip every
-    later step.
+    Use this wrapper around `optax.MultiSteps`, not inside it:
+    `skip_nonfinite(optax.MultiSteps(chain, k).gradient_transformation())`. As of Optax 0.2.8, a NaN
+    in one microbatch stays in the sum of `MultiSteps` forever. Therefore, a skip inside would skip
+    all later steps.
 
     Args:
-      inner: the optimizer.
-      max_consecutive: after this many skipped steps in a row, steps are taken even if they are not
-        finite, until one is finite, as in `optax.apply_if_finite`; this shows that the run is lost.
-        With None, a step that is not finite is never taken.
-      **options: those that all transformations share, `optaxclip.ShardingOptions`.
+      inner: The optimizer to wrap.
+      max_consecutive: The maximum number of consecutive skipped steps. After that, steps are taken
+        even if they are non-finite, until a finite step occurs, as in `optax.apply_if_finite`. This
+        makes a diverged run visible. If None, non-finite steps are always skipped.
+      **options: The options that all transformations share, see `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `SkipState`. A skipped step gives zero updates.
+      A transformation with a `SkipState`. A skipped step returns zero updates.
 
     Raises:
-      ValueError: if `max_consecutive` is less than 1.
-      TypeError: if `inner` is not a transformation, or `max_consecutive` is not an int.
+      ValueError: If `max_consecutive` is less than 1.
+      TypeError: If `inner` is not a transformation, or if `max_consecutive` is not an int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -374,60 +386,63 @@ def skip_above(
     known_norm: str | None = None,
     **options: Unpack[ShardingOptions],
 ) -> Transformation[SkipState]:
-    """Skips the steps whose global gradient norm, or loss, exceeds a threshold or is not finite.
+    """Skips steps whose global gradient norm or loss exceeds a threshold or is non-finite.
 
-    With a constant this is the rule of paxml and Megatron-LM; with
-    `thresholds.ema(0.99, 20.0, record="accepted", debias=True)` it is axlearn's. The following
-    projects judge the loss by its own past too; pass their rule twice,
-    `skip_above(inner, rule, loss_threshold=rule)`:
+    paxml and Megatron-LM use this rule with a constant, and axlearn uses it with
+    `thresholds.ema(0.99, 20.0, record="accepted", debias=True)`. The following projects also check
+    the loss against its previous values. You can use
+    `skip_above(inner, rule, loss_threshold=rule)` to do the same:
 
       project           | rule
       ------------------|-----------------------------------------------------------------
       OLMo-core         | `thresholds.window(6.0, 128, ddof=1, min_std=0.0, warmup_steps=63)`
       Levanter          | `thresholds.window(6.0, 128)`
-      MaxText           | OLMo-core's rule, behind a clip of the gradients:
+      MaxText           | OLMo-core's rule, after clipping the gradients:
                         | `optax.chain(clip_by_global_norm(1.0), skip_above(...))`
 
     Source: allenai/OLMo-core, marin-community/levanter, AI-Hypercomputer/maxtext, apple/axlearn.
 
-    The published rules may skip any number of steps in a row; pass `max_consecutive=None` for that.
-    `optaxclip.monitor.bad_leaves` names the leaves that caused a skip, and
-    `optaxclip.monitor.step_status` tells the host whether to go on.
+    The published rules can skip any number of consecutive steps. Use `max_consecutive=None` to do
+    the same. You can use `optaxclip.monitor.bad_leaves` to get the names of the leaves that caused
+    a skip and `optaxclip.monitor.step_status` to see if training should continue.
 
     Args:
-      inner: the optimizer.
-      threshold: a number, a schedule, or a rule from `optaxclip.thresholds`, whose trigger counts;
-        `math.inf` to judge the loss alone.
-      max_consecutive: after this many skipped steps in a row, the next finite step is taken, so
-        that a threshold cannot stop a run for good. With None the threshold always holds. Steps that are
-        not finite are always skipped.
-      loss_threshold: the threshold of the loss, which may be negative: a number, a schedule, or
-        `thresholds.window`, `zscore`, `percentile`, `median` or `ema`, whose `floor` is not used.
-        (For a negative average `m` the multiple `k` is `m + (k - 1) * abs(m)`.)
-      check: "gradients" judges what comes in; "updates" judges the step that `inner` would take, whose
-        length an Adam or a Muon sets itself. Steps with non-finite gradients are skipped in both
-        cases. With "updates", `inner` must not accumulate gradients: write
-        `optax.MultiSteps(skip_above(adam, threshold, check="updates"), k)`.
-      norm: which norm of the tree is compared with `threshold`.
-      known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
-        norm of the incoming tree. That norm is then not measured, and no leaf can be blamed.
-      **options: those that all transformations share, `optaxclip.ShardingOptions`.
+      inner: The optimizer to wrap.
+      threshold: The threshold for the norm: a number, a schedule, or a rule from
+        `optaxclip.thresholds` (its trigger is used). Use `math.inf` to check only the loss.
+      max_consecutive: The maximum number of consecutive skipped steps. After that, the next finite
+        step is taken, so a low threshold cannot stop training forever. Defaults to 20. If None,
+        the threshold always applies. Note that non-finite steps are always skipped.
+      loss_threshold: The threshold for the loss, which can be negative: a number, a schedule, or
+        one of `thresholds.window`, `zscore`, `percentile`, `median` and `ema` (`floor` is ignored).
+        The multiple `k` of a negative average `m` is defined as `m + (k - 1) * abs(m)`.
+      check: If "gradients", checks the incoming gradients (the default). If "updates", checks the
+        step that `inner` would take. Note that the length of this step does not depend on the scale
+        of the gradients in Adam or Muon. Steps with non-finite gradients are skipped in both cases.
+        However, `inner` must not accumulate gradients with "updates". Use
+        `optax.MultiSteps(skip_above(adam, threshold, check="updates"), k)` instead.
+      norm: The norm of the tree that is compared with `threshold`.
+      known_norm: The name of an extra argument of the update that contains the norm of the incoming
+        tree, such as "grad_norm". The norm is then not computed, and `bad_leaves` cannot identify
+        the leaf that caused a skip.
+      **options: The options that all transformations share, see `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `SkipState`. A skipped step gives zero updates. With `loss_threshold`, its
-      update needs the loss: `value=`, as Optax calls it, or `loss=`, which is used if both are
-      given. The loss must be a scalar, the same on all devices; `optax.MultiSteps` passes on only
-      the loss of the last microbatch. A step whose loss is not finite is skipped, and that loss is
-      never recorded. All extra arguments are passed on to the optimizer. Inside of
-      `optax.MultiSteps` the skip judges means, and needs one of the guards against NaN that
-      `docs/recipes/wrappers.md` shows.
+      A transformation with a `SkipState`. A skipped step returns zero updates. If `loss_threshold`
+      is used, you must pass the loss to the update, either as `value=`, as in Optax, or as `loss=`,
+      which takes precedence. The loss must be a scalar and the same on all devices. Note that
+      `optax.MultiSteps` only passes the loss of the last microbatch. Steps with a non-finite loss
+      are skipped, and that loss is never recorded. All extra arguments are passed to the optimizer.
+      Inside `optax.MultiSteps`, the skip checks the mean gradients and requires one of the
+      protections against NaN in `docs/recipes/wrappers.md`.
 
     Raises:
-      ValueError: for a threshold that is negative, NaN or not a scalar (a `loss_threshold` may be
-        negative), for a `loss_threshold` that is a rule for norms alone, and for `get_known_norm` with
-        `check="updates"`; when used, for a loss that is missing or not a scalar, and for
-        `optax.MultiSteps` or `optax.apply_every` inside a skip with `check="updates"`.
-      TypeError: if `inner` is not a transformation, or a threshold or a loss is not a number.
+      ValueError: If a threshold is negative (except for `loss_threshold`), NaN or not a scalar, if
+        `loss_threshold` is a rule that only supports norms, or if `known_norm` is used with
+        `check="updates"`. The update raises it if the loss is missing or not a scalar. `init`
+        raises it for `optax.MultiSteps` or `optax.apply_every` inside a skip with
+        `check="updates"`.
+      TypeError: If `inner` is not a transformation, or if a threshold or the loss is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -437,7 +452,7 @@ def skip_above(
       >>> print(updates, state.info.norm, state.num_skipped)
       [0. 0.] 50.0 1
 
-      The loss alone:
+      Checking only the loss:
 
       >>> tx = optaxclip.skip_above(optax.sgd(1.0), jnp.inf, loss_threshold=-1.0)
       >>> state = tx.init(params)
@@ -451,7 +466,8 @@ def skip_above(
     check = check_choice(check, get_args(CheckedTree), "check")
     if check == "updates" and known_norm is not None:
         raise ValueError(
-            f"known_norm={known_norm!r} is of gradients: leave it out, or check='updates'"
+            f"known_norm must be None with check='updates', got {known_norm!r}; use "
+            "check='gradients' to check a norm of the gradients"
         )
     return skip_wrapper(
         inner,

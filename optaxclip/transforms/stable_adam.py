@@ -1,4 +1,4 @@
-"""StableAdamW's direction: Adam's direction, shortened if the second moment lags behind."""
+"""The update direction of StableAdamW: `scale_by_stable_adam`."""
 
 import math
 from collections.abc import Callable
@@ -41,10 +41,11 @@ class StableAdamState(NamedTuple):
     """State of `scale_by_stable_adam`.
 
     Attributes:
-      clip: the state of the clip; its record's `norm` is the root mean square of `g / sqrt(nu)`.
-      count: int32[tensors], how many steps of each tensor were finite.
-      mu: the unbiased average of the gradients, a pytree like the parameters, float32 or wider.
-      nu: the unbiased average of their squares, in a tree of the same kind.
+      clip: The state of the clipping. The `norm` of its record is the root mean square of
+        `g / sqrt(nu)`.
+      count: int32[tensors], the numbers of finite steps of the tensors.
+      mu: The unbiased averages of the gradients, a pytree like the parameters, float32 or wider.
+      nu: The unbiased averages of the squared gradients, a pytree like `mu`.
     """
 
     clip: ClipState
@@ -65,42 +66,42 @@ def scale_by_stable_adam(
     nonfinite: NonFinite = "nan",
     **options: Unpack[ShardingOptions],
 ) -> Transformation[StableAdamState]:
-    """Adam's direction, shortened in each leaf whose second moment lags behind its gradient.
+    """Rescales gradients like Adam and clips leaves with an outdated second moment.
 
-    Let `m` be the unbiased average of the gradients `g`, and `v` that of their squares; both
-    include this step. Each leaf's update is
-    `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)`, where
-    `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. It is far above 1 if gradients are much larger than
-    `v` says, as before most spikes of a loss. Weight decay must not be shortened, so its stage
-    comes after this one in the chain.
+    Let `m` be the unbiased average of the gradients `g`, and `v` that of their squares, including
+    the current step. The update of a leaf is
+    `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)` with
+    `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. RMS is far above 1 if the gradients are much larger
+    than `v`, as before most loss spikes. Note that weight decay must not be reduced, so use it
+    after this stage in the chain.
 
-    A leaf that is not finite keeps its averages, as if there were no step. Averages are float32
-    (float64 for float64 leaves); if a trainer casts the state, they keep the dtypes that it chose,
-    and are rounded to these after each step. Entries beyond ±1.3e19 (real and imaginary parts of
-    complex ones) count as that bound, because in float32 the sum of two such squares would
-    overflow. Integer and other leaves pass untouched.
+    Leaves with non-finite gradients keep their averages. The averages are float32 (float64 for
+    float64 leaves). If a trainer casts the state, they keep the new dtypes and are rounded after
+    all steps. Elements beyond ±1.3e19 are clamped to this bound, because the sum of two of their
+    squares would overflow in float32. For complex elements, this applies to the real and imaginary
+    parts. Other leaves, such as integers, are returned unchanged.
 
-    Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi and Schmidt, 2023, arXiv 2304.13013;
-    the clip is by Shazeer and Stern, 2018, arXiv 1804.04235.
+    Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi and Schmidt, 2023, arXiv 2304.13013.
+    The clipping is from Shazeer and Stern, 2018, arXiv 1804.04235.
 
     Args:
-      b1: the decay of the average of gradients, at least 0 and below 1.
-      b2: the decay of the average of their squares, at least 0 and below 1.
-      eps: added to the root of the second moment.
-      clipping_threshold: a leaf with a larger `RMS` is shortened.
-      stacked: how many leading axes of each leaf stack separate tensors, as in
-        `optaxclip.scopes.leaf`; with None no axis does.
-      nonfinite: what becomes of leaves that are not finite, as in `optaxclip.clip_by`.
-      **options: those that all transformations share, `optaxclip.ShardingOptions`.
+      b1: The decay of the average of the gradients, at least 0 and below 1.
+      b2: The decay of the average of the squared gradients, at least 0 and below 1.
+      eps: A number to add to the root of the second moment.
+      clipping_threshold: The maximum `RMS` of a leaf.
+      stacked: The number of leading axes of the leaves that stack separate tensors, as in
+        `optaxclip.scopes.leaf`. Defaults to 0.
+      nonfinite: The policy for non-finite leaves, as in `optaxclip.clip_by`.
+      **options: The options that all transformations share, see `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `StableAdamState`. Its update returns a tree with the shapes, dtypes
-      and weak types of the gradients. `optaxclip.monitor` finds the record in its field `clip`.
+      A transformation with a `StableAdamState`. The update returns a tree with the shapes, dtypes
+      and weak types of the gradients. `optaxclip.monitor` finds the record in the field `clip`.
 
     Raises:
-      ValueError: for a decay outside of its range, or an `eps` or threshold that is negative, NaN
-        or not a scalar.
-      TypeError: if one of them is not a number; when used, for a sparse leaf.
+      ValueError: If a decay is out of its range, or if `eps` or the threshold is negative, NaN or
+        not a scalar.
+      TypeError: If an argument is not a number. The update raises it for sparse leaves.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -138,29 +139,27 @@ def scale_by_stable_adam(
         plan = make_plan(flat, scope, checked, state.clip.info.names, state.count.size)
 
         mu, nu = (NamedMoments.create(tree) for tree in (state.mu, state.nu))
+        # The gradients and their averages, lists of [*leaf]
         leaves = (flat.inexact_leaves(), mu.get(flat, name), nu.get(flat, name))
         dtype = norm_dtype(average.dtype for average in leaves[2])
-        shares = [_ema_weight(beta, safe_increment(state.count), dtype) for beta in betas]
-        ratios = _ratios(*leaves, shares[1:], eps, of_leaf=_ratio, plan=plan)
+        # The weights of the current step in the unbiased averages, f32[tensors]
+        weights = [_ema_weight(beta, safe_increment(state.count), dtype) for beta in betas]
+        ratios = _ratios(*leaves, weights[1:], eps, of_leaf=_ratio, plan=plan)
         _, clip_state = clip.update(flat.unflatten(ratios), state.clip)
-        taken = jnp.isfinite(clip_state.info.norm) & np.array(plan.grouping.has_leaves, bool)
-        # A tensor that is not finite does not count in its averages.
-        shares = [jnp.where(taken, share, 0) for share in shares]
-        columns = [*shares, clip_state.info.factor.astype(dtype)]
+        is_counted = jnp.isfinite(clip_state.info.norm) & np.array(plan.grouping.has_leaves, bool)
+        # Non-finite tensors are not included in the averages.
+        weights = [jnp.where(is_counted, weight, 0) for weight in weights]
+        columns = [*weights, clip_state.info.factor.astype(dtype)]
         rows = _directions(*leaves, columns, eps, of_leaf=_direction, plan=plan)
-        directions, *new = ([row[k] for row in rows] for k in range(3))
+        directions, new_mu, new_nu = ([row[k] for row in rows] for k in range(3))
         return flat.unflatten(directions), StableAdamState(
             clip_state,
-            safe_increment(state.count, taken),
-            mu.replace(flat, new[0]),
-            nu.replace(flat, new[1]),
+            safe_increment(state.count, is_counted),
+            mu.replace(flat, new_mu),
+            nu.replace(flat, new_nu),
         )
 
     return transformation(init, update)
-
-
-def _rows(grads: list[Any], mus: list[Array], nus: list[Array], *_: Any) -> list[Any]:
-    return list(zip(grads, mus, nus, strict=True))
 
 
 def _map_leaves(
@@ -173,23 +172,27 @@ def _map_leaves(
     of_leaf: Callable[..., Any],
     plan: Plan,
 ) -> list[Any]:
-    """Calls `of_leaf` with each gradient, its averages, its tensors' columns, and `eps`."""
-    of_leaves = plan.slice_for_leaves(meshes.stack(per_tensor), grads)
-    return [of_leaf(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
+    """Calls `of_leaf` with the gradients, averages, columns of the tensors and `eps`."""
+    # [columns, tensors] -> [columns, *tensors of the leaf] for all leaves
+    columns = plan.slice_for_leaves(meshes.stack(per_tensor), grads)
+    return [of_leaf(*row, eps) for row in zip(grads, mus, nus, columns, strict=True)]
 
 
 _ratios = global_view(out_like="grads")(_map_leaves)
-_directions = global_view(out_like=_rows)(_map_leaves)
+_directions = global_view(
+    out_like=lambda grads, mus, nus, *_: list(zip(grads, mus, nus, strict=True))
+)(_map_leaves)
 
 
-# Both are compiled functions of their own, so that they are traced once for leaves that are alike.
+# `_ratio` and `_direction` are jitted so that leaves with equal shapes and dtypes share one trace.
 @jax.jit
 def _ratio(grad: Any, mu: Array, nu: Array, per_tensor: Array, eps: Any) -> Array:
-    """The gradient divided by the root of the average of its squares, this step included."""
-    g, nu = _entries(grad, mu), _upcast(nu)
-    # Non-finite entries stay: their ratio is not finite anyway. If they were replaced, as in
-    # `_direction`, XLA (JAX 0.10.2) would store an array for each leaf.
-    nu = _average(nu, norms.l2.map(map_real_imag(_clamp_to_squarable, g)), per_tensor[0])
+    """Divides the gradient by the root of the new average of its squares."""
+    g, nu = _cast_grad(grad, mu), nu.astype(wide_dtype(nu.dtype))
+    # Non-finite elements are kept, because their ratios are non-finite anyway. If they were
+    # replaced as in `_direction`, XLA would store an array per leaf (as of JAX 0.10.2).
+    # [*leaf]
+    nu = _update_average(nu, norms.l2.map(map_real_imag(_clamp_to_squarable, g)), per_tensor[0])
     return _divide_by_rms(g, nu, eps, lax.max)
 
 
@@ -197,63 +200,61 @@ def _ratio(grad: Any, mu: Array, nu: Array, per_tensor: Array, eps: Any) -> Arra
 def _direction(
     grad: Any, mu: Array, nu: Array, per_tensor: Array, eps: Any
 ) -> tuple[Array, Array, Array]:
-    """Adam's direction times the factor of the clip, and both averages after this step."""
-    of_mu, of_nu, factor = per_tensor
-    g, kept = _entries(grad, mu), [jnp.finfo(x.dtype).dtype for x in (mu, nu)]
+    """Returns the clipped direction and the new averages."""
+    mu_weight, nu_weight, factor = per_tensor
+    state_dtypes = [jnp.finfo(x.dtype).dtype for x in (mu, nu)]
+    g = _cast_grad(grad, mu)
     g = map_real_imag(_clamp_to_squarable, select(jnp.isfinite(g), g, 0))
-    mu, nu = _average(_upcast(mu), g, of_mu), _average(_upcast(nu), norms.l2.map(g), of_nu)
+    # The computation uses float32 or wider, because a trainer may have cast the state.
+    mu, nu = (x.astype(wide_dtype(x.dtype)) for x in (mu, nu))
+    mu = _update_average(mu, g, mu_weight)
+    nu = _update_average(nu, norms.l2.map(g), nu_weight)
     x, direction = jnp.asarray(grad), _divide_by_rms(mu, nu, eps, lax.add)
     direction = scale_by_real(direction, _expand_to(factor, nu))
-    mu = map_real_imag(lambda part: saturating_cast(part, kept[0]), mu)
-    nu = saturating_cast(nu, kept[1])
+    mu = map_real_imag(lambda part: saturating_cast(part, state_dtypes[0]), mu)
+    nu = saturating_cast(nu, state_dtypes[1])
     return match_weak_type(direction.astype(x.dtype), x), mu, nu
 
 
-def _average(before: Array, new: Array, share: Array) -> Array:
-    """The average after new numbers of this weight: `share` has a number for each tensor."""
-    return lax.add(before, scale_by_real(lax.sub(new, before), _expand_to(share, new)))
+def _update_average(average: Array, new: Array, weight: Array) -> Array:
+    """Updates an average with weights per tensor."""
+    # `lax` functions are faster to trace than operators (as of JAX 0.10.2).
+    return lax.add(average, scale_by_real(lax.sub(new, average), _expand_to(weight, new)))
 
 
-def _expand_to(of_tensors: Array, entries: Array) -> Array:
-    """A number for each tensor of a leaf, in a shape that broadcasts to the entries."""
-    of_tensors = of_tensors.astype(accumulation_dtype(entries.dtype))
-    return expand_dims_at(of_tensors, tuple(range(of_tensors.ndim, entries.ndim)))
+def _expand_to(per_tensor: Array, elements: Array) -> Array:
+    """Adds trailing axes to numbers per tensor, so they broadcast to the elements of the leaf."""
+    per_tensor = per_tensor.astype(accumulation_dtype(elements.dtype))
+    return expand_dims_at(per_tensor, tuple(range(per_tensor.ndim, elements.ndim)))
 
 
-def _entries(grad: Any, mu: Array) -> Array:
-    """A gradient in the form that is averaged: the real part, if the parameter is real."""
+def _cast_grad(grad: Any, mu: Array) -> Array:
+    """Casts a gradient to the wide dtype of its average, which is real for real parameters."""
     g = jnp.asarray(grad)
     return (g if jnp.iscomplexobj(mu) else g.real).astype(wide_dtype(mu.dtype))
 
 
-def _upcast(average: Array) -> Array:
-    """An average in the dtype to compute with, because a trainer may have cast the state."""
-    return average.astype(wide_dtype(average.dtype))
-
-
 def _ema_weight(beta: Any, count: Array, dtype: Any) -> Array:
-    """The weight that the newest of `count` numbers has in their unbiased average."""
-    beta = _cast(beta, dtype)
-    share = (1 - beta) / -jnp.expm1(count.astype(dtype) * jnp.log(beta))
-    return jnp.where(count <= 1, 1, share)
+    """Returns the weight of the latest of `count` values in their unbiased average."""
+    beta = jnp.asarray(beta).astype(dtype)
+    # (1 - beta) / (1 - beta**count) without cancellation for beta near 1
+    weight = (1 - beta) / -jnp.expm1(count.astype(dtype) * jnp.log(beta))
+    return jnp.where(count <= 1, 1, weight)
 
 
 def _divide_by_rms(
-    x: Array, square: Array, eps: Any, joined: Callable[[Array, Array], Array]
+    x: Array, square: Array, eps: Any, combine: Callable[[Array, Array], Array]
 ) -> Array:
-    """`x / joined(sqrt(square), eps)`, and 0 where both are 0."""
-    eps = lax.max(_cast(eps, square.dtype), square.dtype.type(0))
+    """Computes `x / combine(sqrt(square), eps)`, or 0 if both are 0."""
+    eps = lax.max(jnp.asarray(eps).astype(square.dtype), square.dtype.type(0))
     is_positive, root = sqrt_where_positive(square)
-    of_zero = lax.full_like(square, select(eps == 0, jnp.inf, eps))
-    divisor = select(is_positive, joined(root, eps), of_zero)
+    # Without `eps`, use 0 / inf instead of 0 / 0. Note that the derivatives are then 0 too.
+    zero_divisor = lax.full_like(square, select(eps == 0, jnp.inf, eps))
+    divisor = select(is_positive, combine(root, eps), zero_divisor)
     return map_real_imag(lambda part: lax.div(part, divisor), x)
 
 
 def _clamp_to_squarable(x: Array) -> Array:
-    """`x`, clamped so that two squares add without overflow."""
+    """Clamps `x` so the sum of two squares does not overflow."""
     bound = math.sqrt(jnp.finfo(x.dtype).max / 2) * (1 - 1e-6)
     return lax.clamp(x.dtype.type(-bound), x, x.dtype.type(bound))
-
-
-def _cast(number: Any, dtype: Any) -> Array:
-    return jnp.asarray(number).astype(dtype)

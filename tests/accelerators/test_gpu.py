@@ -7,7 +7,7 @@ import jax
 import pytest
 from cases import slow_unless
 
-import optaxclip._backend.gpu as gpu
+import optaxclip._backend.kernels as kernels
 
 H100 = "h100"
 
@@ -109,7 +109,7 @@ def kernels_of_one(model):
 
     case = Case(H100, model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "_AT_ONCE", 1)
+        patch.setattr(kernels, "_BATCH_SIZE", 1)
         found = case.compile(aims.OURS)
     return (found.counts - case.of(NONE).compile(NONE).counts).kernels
 

@@ -82,7 +82,7 @@ def test_under_vmap_devices_may_have_other_examples_or_parts_of_one():
         return [by_devices(way(loss)) for way in WAYS.values()]
 
     for way in each():
-        with pytest.raises(ValueError, match=r"along \['x'\] have .* Pass axis_name=\(\)"):
+        with pytest.raises(ValueError, match=r"varies over \['x'\]; pass axis_name=\(\)"):
             jax.eval_shape(way, x, x)
 
     def second_derivative(h, d):
@@ -144,7 +144,7 @@ def test_clip_cotangent_names_missing_mesh():
         clipped = functools.partial(clip_cotangent, clip_norm=1.0)
         return jnp.sum(jax.vmap(lambda one: jnp.sum(clipped(w) * one))(x))
 
-    with pytest.raises(ValueError, match=r"x must lie on that mesh.*jax\.set_mesh"):
+    with pytest.raises(ValueError, match=r"x must be placed on the explicit mesh.*jax\.set_mesh"):
         jax.grad(loss)(jnp.ones(3), x)
     with jax.set_mesh(mesh):
         found = jax.jit(jax.grad(loss))(jnp.ones(3), x)

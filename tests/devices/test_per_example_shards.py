@@ -52,13 +52,15 @@ GRADIENTS = {
 
 @pytest.mark.parametrize(("check_vma", "kind"), [*product([True, False], GRADIENTS)])
 def test_parts_of_parameters_are_refused(check_vma, kind):
-    message = r"differs over the devices along \['x'\]" if check_vma else "does not say whether"
+    message = r"varies over \['x'\]" if check_vma else "specs must be set"
     for loss, *in_specs in SPLIT.values():
         run = on_devices(GRADIENTS[kind](loss), tuple(in_specs), P(), check_vma)
         with pytest.raises(ValueError, match=f"{message}.* jit on an explicit mesh"):
             jax.eval_shape(run, jnp.zeros(16), X)
     told = GRADIENTS[kind](gathered, specs=P("x"))
-    with pytest.raises(ValueError, match=r"differs over the devices along \['x'\]"):
+    with pytest.raises(
+        ValueError, match=r"must not be sharded within examples, .* varies over \['x'\]"
+    ):
         jax.eval_shape(on_devices(told, (P("x"), P("x")), P(), check_vma), jnp.zeros(16), X)
 
 
@@ -86,16 +88,16 @@ CLIPS = {
 
 @pytest.mark.parametrize(("check_vma", "clip"), [*product([True, False], CLIPS)])
 def test_parts_of_gradients_are_refused(check_vma, clip):
-    unknown = "may hold a part" if check_vma else "does not say whether"
+    unknown = "sharded within examples" if check_vma else "specs must be set"
     for spec, specs, message in (
         (P(None, "x"), None, unknown),
         (P("x"), None, unknown),
-        (P(None, "x"), P(None, "x"), r"differs over the devices along \['x'\]"),
+        (P(None, "x"), P(None, "x"), r"varies over \['x'\]"),
     ):
         run = on_devices(functools.partial(CLIPS[clip], specs=specs), (spec,), P(), check_vma)
         with pytest.raises(ValueError, match=rf"{message}.*specs=PartitionSpec\(\"axis\"\)"):
             jax.eval_shape(run, X)
-    with pytest.raises(ValueError, match="does not say whether"):
+    with pytest.raises(ValueError, match="specs must be set inside pmap"):
         jax.eval_shape(jax.pmap(CLIPS[clip], axis_name="x"), X.reshape(8, 2, 16))
 
 

@@ -277,11 +277,15 @@ def test_a_partial_sum_is_an_error():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"specs": {"w": P("a", "b", "a")}}, ValueError, r"specs has .* of shape \(16, 8\)"),
+        (
+            {"specs": {"w": P("a", "b", "a")}},
+            ValueError,
+            r"specs must have at most one entry .* of shape \(16, 8\)",
+        ),
         ({"specs": {"w": "a"}}, TypeError, "^specs must be"),
         ({"specs": {"x": P()}}, ValueError, "^specs must be a pytree prefix"),
         ({"axis_name": 3}, TypeError, "^axis_name must be"),
-        ({"specs": P()}, ValueError, "needs a mesh"),
+        ({"specs": P()}, ValueError, "if no mesh is set"),
     ],
 )
 def test_an_error_names_the_argument(options, error, message):

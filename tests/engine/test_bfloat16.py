@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip._backend.cpu import scale_bfloat16_bits
+from optaxclip._backend.kernels import scale_bfloat16_on_cpu
 
 EVERY = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16)
 
@@ -17,7 +17,7 @@ def test_every_entry_is_rounded_as_its_conversion_is(strict):
 
     @jax.jit
     def scaled(by):
-        return scale_bfloat16_bits(EVERY, jnp.ones_like(by), by, strict=strict)
+        return scale_bfloat16_on_cpu(EVERY, jnp.ones_like(by), by, strict=strict)
 
     entries = np.float32(EVERY)
     for by in factors:

@@ -11,7 +11,7 @@ from cases import slow_unless
 from compiling import AS_USERS
 
 import optaxclip
-import optaxclip._backend.gpu as gpu
+import optaxclip._backend.kernels as kernels
 from optaxclip import norms, per_example, scopes
 from optaxclip._engine.clip import group_norms
 
@@ -150,7 +150,7 @@ def test_sums_as_a_gpu_adds_them_up(x64):
     def sums(leaf):
         options = {"groups": groups}
         return [
-            gpu.sums_in_float64(
+            kernels.GPU_SUMS.sums_in_float64(
                 [x] * 24, norm=norms.as_norm(n), axes=[a] * 24, in_one_piece=whole, **options
             )
             for x in (leaf, leaf.astype(jnp.bfloat16))

@@ -59,8 +59,8 @@ def test_a_loss_with_flax_train_state():
     tx = skip_above(optax.sgd(0.1), jnp.inf, loss_threshold=rule)
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
     said = (
-        r"neither value= nor loss=; pass it: update\(grads, state, params, value=loss\)\. Flax's "
-        r"TrainState\.apply_gradients passes nothing on: call state\.tx\.update\(grads, state\.opt_"
+        r"got neither; call update\(grads, state, params, value=loss\)\. Flax's "
+        r"TrainState\.apply_gradients does not pass extra arguments, so call state\.tx\.update\(grads, state\.opt_"
     )
     with pytest.raises(ValueError, match=said):
         state.apply_gradients(grads=state.params)

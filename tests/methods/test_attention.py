@@ -235,50 +235,69 @@ def test_logits_are_compared_in_float32_or_wider():
 
 
 ERRORS = {
-    "no params": ({"params": None}, r"params is missing.*max_logits=\.\.\."),
-    "no logits": ({"logits": None}, r"max_logits is missing; pass it: update"),
-    "other params": (
-        {"params": {"query": LAYER["query"]}},
-        "leaf 'key' has shape .*, got no such leaf",
+    "no params": (
+        {"params": None},
+        r"params must be passed to the update, got None; .*max_logits=\.\.\.",
     ),
-    "no place": ({"logits": {"body/0": FIRST}}, r"no array for the weight 'key', only for \['bo"),
-    "batch": ({"logits": jnp.ones((3, 2))}, r"of shape \(2,\).*'key', got \(3, 2\); pass the larg"),
+    "no logits": (
+        {"logits": None},
+        r"max_logits must be passed to the update, got None; call update",
+    ),
+    "other params": ({"params": {"query": LAYER["query"]}}, "'key' of shape .* is missing"),
+    "no place": (
+        {"logits": {"body/0": FIRST}},
+        r"an array for the parameter 'key', got arrays for \['bo",
+    ),
+    "batch": ({"logits": jnp.ones((3, 2))}, r"shape \(2,\).*'key', got \(3, 2\); pass the larg"),
     "integers": ({"logits": jnp.arange(2)}, "max_logits must have floating-point leaves"),
     "complex": ({"logits": jnp.ones(2, complex)}, "max_logits must have real leaves"),
     "tau": ({"tau": -1.0}, "tau must not be negative"),
     "no function": ({"heads": "query"}, "heads must be a function"),
-    "no heads": ({"heads": lambda path, leaf: 1}, "heads must give optaxclip.Heads or None, got 1"),
-    "nowhere": ({"heads": lambda *_: None}, r"gave None for all of \['key', 'query'\]"),
-    "axis": ({"heads": lambda *_: Heads(3)}, r"axes that leaf 'key' of shape \(1, 2, 2\) does not"),
-    "axis below": ({"heads": lambda *_: Heads(-4)}, r"axes that leaf 'key' .* does not"),
-    "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "axes that leaf 'key'"),
+    "no heads": (
+        {"heads": lambda path, leaf: 1},
+        "heads must return optaxclip.Heads or None, got 1",
+    ),
+    "nowhere": ({"heads": lambda *_: None}, r"got None for all of \['key', 'query'\]"),
+    "axis": (
+        {"heads": lambda *_: Heads(3)},
+        r"must have axes of leaf 'key' of shape \(1, 2, 2\), got \(3,\)",
+    ),
+    "axis below": (
+        {"heads": lambda *_: Heads(-4)},
+        r"must have axes of leaf 'key' .*, got \(-4,\)",
+    ),
+    "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "must have axes of leaf 'key'"),
     "no axis of entries": (
         {"heads": lambda *_: Heads(1, ((2, 1.0),), head_dim_axis=3)},
-        "axes that leaf 'key'",
+        "must have axes of leaf 'key'",
     ),
     "half a head": (
         {"heads": lambda *_: Heads(-1, ((3, 1.0),))},
-        r"divides heads of 3 entries, which does not fit axis 2 of leaf 'key'",
+        r"must divide axis 2 of leaf 'key' .* into heads, got heads of 3 elements",
     ),
     "heads as entries": (
         {"heads": lambda *_: Heads((0, 1), ((1, 1.0),), head_dim_axis=0)},
-        r"divides heads of 1 entries, which does not fit axis 0 of leaf 'key'",
+        r"must divide axis 0 of leaf 'key' .* into heads, got heads of 1 elements",
     ),
-    "twice": ({"heads": lambda *_: Heads((1, -2))}, "names an axis of leaf 'key' .* twice"),
+    "twice": ({"heads": lambda *_: Heads((1, -2))}, "must have different axes for leaf 'key' "),
     "entries": (
         {"heads": lambda *_: Heads(1, ((3, 1.0),))},
-        "divides heads of 3 entries, which",
+        "into heads, got heads of 3 elements",
     ),
 }
 
 
 def test_a_schedule_needs_the_state_that_is_not_kept_without_a_record():
-    with pytest.raises(ValueError, match="clip_attention_logits: with record=False there is no st"):
+    with pytest.raises(
+        ValueError, match="clip_attention_logits: record must be True for a threshold that depends"
+    ):
         optaxclip.clip_attention_logits(lambda count: 1.0, heads=one_layer, record=False)
 
 
 def test_a_sparse_weight_has_no_heads():
-    with pytest.raises(TypeError, match="heads must leave sparse leaves alone, got Heads for 'w'"):
+    with pytest.raises(
+        TypeError, match="heads must return None for sparse leaves, got Heads for 'w'"
+    ):
         optaxclip.clip_attention_logits(1.0, heads=lambda *_: Heads(0)).init(
             {"w": BCOO.fromdense(jnp.ones((2, 2)))}
         )

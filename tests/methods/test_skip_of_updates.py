@@ -107,7 +107,9 @@ def test_what_is_judged_is_one_of_two():
         ValueError, match=r"^check must be one of \['gradients', 'updates'\], got 'grad"
     ):
         skip_above(optax.sgd(0.1), 1.0, check="grads")
-    with pytest.raises(ValueError, match="known_norm='grad_norm' is of gradients"):
+    with pytest.raises(
+        ValueError, match="known_norm must be None with check='updates', got 'grad_norm'; use"
+    ):
         skip_above(optax.sgd(0.1), 1.0, check="updates", known_norm="grad_norm")
 
 

@@ -145,6 +145,6 @@ def test_a_decay_of_zero_is_no_error():
 def test_leaves_of_another_shape_than_their_averages_are_an_error(make, shape):
     tx = make(name="mine")
     with pytest.raises(
-        ValueError, match=r"^mine: leaf 'w' .* \(2,\) in the updates .*fresh state$"
+        ValueError, match=r"^mine: leaf 'w' .*, got \(2,\) in the updates; use a fresh state$"
     ):
         tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(shape)}))

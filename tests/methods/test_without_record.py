@@ -64,9 +64,15 @@ def test_every_transformation_that_can_do_without_has_the_argument():
 
 def test_one_rule_among_several_that_remembers_is_refused():
     threshold_values = {"matrix": 1.0, "vector": thresholds.zscore()}
-    with pytest.raises(ValueError, match=r"^clip_by: with record=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"^clip_by: record must be True for a threshold that depends on earlier steps",
+    ):
         optaxclip.clip_by(scopes.group(label), threshold_values, record=False)
-    with pytest.raises(ValueError, match=r"^mine: with record=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"^mine: record must be True for a threshold that depends on earlier steps",
+    ):
         optaxclip.clip_by_global_norm(optax.constant_schedule(1.0), record=False, name="mine")
 
 

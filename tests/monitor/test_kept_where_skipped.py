@@ -22,7 +22,7 @@ def test_a_bad_batch_ruins_what_is_not_kept(name):
     block = BLOCKS[name]
     skip_without_packages(block)
     kept = np.asarray(shown_code.run(block, PAGE)["losses"])
-    without, count = re.subn(r"monitor\.taken\(\S+\)", "True", block)
+    without, count = re.subn(r"monitor\.step_was_applied\(\S+\)", "True", block)
     assert count == 1
     ruined = np.asarray(shown_code.run(without, PAGE)["losses"])
     np.testing.assert_array_equal(kept[:BAD], ruined[:BAD])

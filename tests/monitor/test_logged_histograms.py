@@ -24,7 +24,7 @@ def test_tensorboard_shows_the_counts_by_exponent():
     reader = pytest.importorskip(name)
     pytest.importorskip("tensorboardX")
     left = left_by("add_histogram_raw")
-    events = reader.EventAccumulator(left["place"], {reader.HISTOGRAMS: 0})  # 0: all
+    events = reader.EventAccumulator(left["folder"], {reader.HISTOGRAMS: 0})  # 0: all
     events.Reload()
     rows = events.Histograms("histogram/w")
     assert [row.step for row in rows] == [0, 5, 10, 15]
@@ -38,8 +38,8 @@ def test_tensorboard_shows_the_counts_by_exponent():
 
 @pytest.mark.slow
 def test_csv_and_json_have_the_counts_by_exponent():
-    place = pathlib.Path(left_by("sizes.csv")["place"])
-    found = json.loads((place / "sizes.json").read_text())
+    folder = pathlib.Path(left_by("sizes.csv")["folder"])
+    found = json.loads((folder / "sizes.json").read_text())
     # 3 is above 2 and at most 4, 0.1 above 1/16 and at most 1/8, and 1 above 1/2 and at most 1.
     assert found["b"] == [[2], [-1.0, 0.0]]
     counts, edges = found["w"]
@@ -52,7 +52,7 @@ def test_csv_and_json_have_the_counts_by_exponent():
         1.0: 1,
     }
     assert edges[-1] == 2.0
-    with (place / "sizes.csv").open(newline="") as file:
-        rows = [(row["name"], row["entries"]) for row in csv.DictReader(file)]
+    with (folder / "sizes.csv").open(newline="") as file:
+        rows = [(row["name"], row["elements"]) for row in csv.DictReader(file)]
     assert rows.count(("b", "2")) == 1
     assert len(rows) == 7

@@ -19,8 +19,8 @@ RETURNS = {
         lambda n, s: n,
         r"must return \(Thresholds\(trigger, target\), state\), got float32\[2\]",
     ),
-    "only thresholds": (lambda n, s: Thresholds(n, n), "got Thresholds alone, without the state"),
-    "swapped": (lambda n, s: (s, Thresholds(n, n)), "got the two in the other order"),
+    "only thresholds": (lambda n, s: Thresholds(n, n), "got Thresholds without a state"),
+    "swapped": (lambda n, s: (s, Thresholds(n, n)), "got these in reverse order"),
     "a pair": (
         lambda n, s: ((n, n), s),
         r"got a tuple of a tuple of float32\[2\] and float32\[2\]",
@@ -30,18 +30,24 @@ RETURNS = {
     "a dict": (lambda n, s: {"trigger": n}, "got {.* of type dict"),
     "floats": (
         lambda n, s: (Thresholds(1.0, 1.0), s),
-        r"trigger is 1\.0 of .* jnp\.full_like\(norms",
+        r"got 1\.0 of type float for trigger; use jnp\.full_like\(norms",
     ),
     "one float": (
         lambda n, s: (Thresholds(n, 1), s),
-        r"like the norms, float32\[2\]; target is 1 of",
+        r"with the shape of the norms, float32\[2\], got 1 of type int for target; use",
     ),
-    "one scalar": (lambda n, s: (Thresholds(n, jnp.max(n)), s), r"target is float32\[\]\. For one"),
-    "too few": (lambda n, s: (Thresholds(n[:1], n), s), r"trigger is float32\[1\]"),
-    "a list": (lambda n, s: (Thresholds(n, [n]), s), r"target is a list of float32\[2\]"),
-    "bools": (lambda n, s: (Thresholds(n > 1, n), s), r"trigger is bool\[2\]"),
-    "complex": (lambda n, s: (Thresholds(n, n.astype(complex)), s), r"target is complex64\[2\]"),
-    "no state": (lambda n, s: (Thresholds(n, n), None), r"last one, int32\[\], got None of type"),
+    "one scalar": (lambda n, s: (Thresholds(n, jnp.max(n)), s), r"got float32\[\] for target; use"),
+    "too few": (lambda n, s: (Thresholds(n[:1], n), s), r"got float32\[1\] for trigger"),
+    "a list": (lambda n, s: (Thresholds(n, [n]), s), r"got a list of float32\[2\] for target"),
+    "bools": (lambda n, s: (Thresholds(n > 1, n), s), r"got bool\[2\] for trigger"),
+    "complex": (
+        lambda n, s: (Thresholds(n, n.astype(complex)), s),
+        r"got complex64\[2\] for target",
+    ),
+    "no state": (
+        lambda n, s: (Thresholds(n, n), None),
+        r"previous state, int32\[\], got None of type",
+    ),
     "more state": (
         lambda n, s: (Thresholds(n, n), (s, n)),
         r"int32\[\], got a tuple of int32\[\] and",
@@ -114,8 +120,8 @@ def test_a_state_of_a_python_number_becomes_an_array():
 
 
 def test_functions_that_take_something_else_are_refused_at_once():
-    calls = {"update": r"update\(norms, state, param_norms\)", "init": r"init\(norms\)"}
-    update, init = (rf"threshold: the {x} of a rule is called as {calls[x]}, got " for x in calls)
+    calls = {"update": r"\(norms, state, param_norms\)", "init": r"\(norms\)"}
+    update, init = (rf"threshold\.{x} must be a function of {calls[x]}, got " for x in calls)
     rules = {
         f"{update}<function": ThresholdRule(lambda norms: (), lambda norms, state: norms),
         f"{init}<function": ThresholdRule(lambda: (), lambda norms, state, param_norms: norms),
@@ -141,7 +147,8 @@ def test_functions_without_a_signature_are_tried():
     with pytest.raises(ValueError, match="no signature found"):
         inspect.signature(max)
     with pytest.raises(
-        TypeError, match=r"max_norm is a function, .* called with one, .* raised Typ"
+        TypeError,
+        match=r"max_norm must be a schedule .*, got a function that raises TypeError for an int",
     ):
         optaxclip.clip_by_global_norm(max)
     clip_by(scopes.tree(), ThresholdRule(max, max))
@@ -162,21 +169,30 @@ MAKERS = {
 }
 ANY_SHAPE = ("max_delta", "min_value")
 NO_SCHEDULES = {
-    "of norms": (lambda norms: 0.5 * norms, "of the step count, and not of 'norms'; .* a rule, "),
-    "of a norm": (lambda grad_norm: 0.5, "and not of 'grad_norm'; .* a rule, "),
-    "of gradients": (lambda grads: 0.5, "and not of 'grads'"),
+    "of norms": (
+        lambda norms: 0.5 * norms,
+        "of the step count\\), got a function of 'norms'; use .*ThresholdRule",
+    ),
+    "of a norm": (lambda grad_norm: 0.5, "got a function of 'grad_norm'; use .*ThresholdRule"),
+    "of gradients": (lambda grads: 0.5, "got a function of 'grads'"),
     "of a tree": (
         lambda x: x["w"],
-        r"called with one, .* raised TypeError: .*; a threshold that dep",
+        r"a function that raises TypeError for an int32 scalar: .*; use .*ThresholdRule",
     ),
-    "of two": (lambda count, state: 1.0, "raised TypeError: .* missing 1 required"),
-    "a rule": (lambda x: (Thresholds(x, x), ()), "to a number; its value is a tuple of Thresholds"),
-    "of an array": (lambda x: x[0], "raised (IndexError|ValueError|TypeError): "),
-    "a vector": (lambda count: jnp.ones(3), r"to a scalar; its value is float32\[3\]"),
-    "a bool": (lambda count: count > 3, r"to a number; its value is bool\[\]"),
-    "nothing": (lambda count: None, "to a number; its value is None"),
-    "a transformation": (optax.adam, "called with one, .* raised TypeError"),
-    "a branch": (lambda count: "a" if count > 1 else None, "to a number; its value is None"),
+    "of two": (
+        lambda count, state: 1.0,
+        "raises TypeError for an int32 scalar: .* missing 1 required",
+    ),
+    "a rule": (lambda x: (Thresholds(x, x), ()), "returns a number, got a tuple of Thresholds"),
+    "of an array": (
+        lambda x: x[0],
+        "raises (IndexError|ValueError|TypeError) for an int32 scalar: ",
+    ),
+    "a vector": (lambda count: jnp.ones(3), r"returns a scalar, got float32\[3\]"),
+    "a bool": (lambda count: count > 3, r"returns a number, got bool\[\]"),
+    "nothing": (lambda count: None, "returns a number, got None"),
+    "a transformation": (optax.adam, "got a function that raises TypeError for an int32 scalar"),
+    "a branch": (lambda count: "a" if count > 1 else None, "returns a number, got None"),
 }
 
 
@@ -190,7 +206,9 @@ def test_a_function_that_is_no_schedule_is_refused_at_once(wrong, argument):
     fn, said = NO_SCHEDULES[wrong]
     with pytest.raises((TypeError, ValueError)) as raised:
         MAKERS[argument](fn)
-    assert str(raised.value).startswith(f"{argument} is a function, so it must be a schedule, ")
+    assert str(raised.value).startswith(
+        f"{argument} must be a schedule (a function of the step count)"
+    )
     with pytest.raises((TypeError, ValueError), match=f"(?s){said}"):
         MAKERS[argument](fn)
 

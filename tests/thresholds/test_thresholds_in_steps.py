@@ -216,7 +216,9 @@ ZEROS = MAKERS | {
 def test_zero_threshold_warns(argument):
     off = "None" if argument == "cap" else r"math\.inf"
     for zero in (0, 0.0, jnp.float32(0), np.float16(0)):
-        said = rf"is 0, so no gradient passes and nothing is trained; to switch .* pass {off}$"
+        said = (
+            rf"is 0, so all gradients become zero and .* trained; pass {off} to disable clipping$"
+        )
         with pytest.warns(UserWarning, match=said) as warned:
             ZEROS[argument](zero)
         assert len(warned) == 1
@@ -252,7 +254,7 @@ DECAYS = {
 
 @pytest.mark.parametrize("name", DECAYS)
 def test_decays_with_few_digits_are_refused(name):
-    said = r"must have at least the digits of float32, .* pass hyperparam_dtype=jnp\.float32"
+    said = r"must have at least the precision of float32, .*; pass hyperparam_dtype=jnp\.float32"
     for argument in DECAYS[name]:
         for dtype in (jnp.bfloat16, jnp.float16):
             with pytest.raises(TypeError, match=f"^{argument} {said}"):

@@ -20,6 +20,42 @@ COLUMNS = (
 TOGETHER, WITH_ADAMW = "all", "all with adamw"
 HELPS, UNCLEAR, HARMS = "helps", "no difference shown", "harms"
 NONE, BEST, ANY, ABSENT = "none", "constant (best)", "any", "–"
+LABELS = {
+    "constant (best)": "`clip_by_global_norm` (best)",
+    "constant (suggest)": "`clip_by_global_norm` (suggest)",
+    "constant, zero": "`clip_by_global_norm` (zero)",
+    "block RMS": "`clip_by_block_rms`",
+    "AGC": "`adaptive_grad_clip`",
+    "AGC (paper)": "`adaptive_grad_clip` (paper)",
+    "AutoClip": "`autoclip`",
+    "AutoClip 1": "`autoclip` 1",
+    "AutoClip 25": "`autoclip` 25",
+    "AutoClip 50": "`autoclip` 50",
+    "AutoClip 90": "`autoclip` 90",
+    "ZClip": "`zclip`",
+    "ZClip (paper)": "`zclip` (paper)",
+    "quantile": "`clip_by_quantile`",
+    "median": "`clip_by_median_norm`",
+    "window": "`clip_by_window_norm`",
+    "log tracker": "`log_tracker`",
+    "AdaGC": "`adagc` (first version)",
+    "AdaGC (final)": "`adagc`",
+    "EMA": "`clip_by_ema_norm`",
+    "moving max": "`clip_by_moving_max`",
+    "second moment": "`clip_by_second_moment`",
+    "stable Adam": "`scale_by_stable_adam`",
+    "normalize": "`normalize_by_global_norm`",
+    "normalize by history": "`normalize_by_norm_history`",
+    "spectral": "`clip_by_spectral_norm`",
+    "skip non-finite": "`skip_nonfinite`",
+    "skip above": "`skip_above`",
+    "microbatches": "`accumulate`",
+    "microbatches, clipped": "`accumulate`, clipped",
+    "constant, leaf by leaf": "`clipped_grad` (per leaf)",
+    "constant, ZClip": "`clipped_grad`, `zclip`",
+    "constant, AutoClip": "`clipped_grad`, `autoclip`",
+}
+"""The names of the data's methods on pages: the functions' names."""
 MOST_NAMES = 3
 """Methods that the table of the page on evidence names for each fault."""
 
@@ -31,7 +67,7 @@ class Claim(NamedTuple):
     """What a paper says, and which rows it is seen in.
 
     Attributes:
-      question: what the paper says yes to, in the words of a heading.
+      question: The heading of the claim's section.
       tasks: as in the column.
       fault: the same.
       methods: those to compare.
@@ -47,21 +83,21 @@ class Claim(NamedTuple):
 
 CLAIMS = (
     Claim(
-        "AutoClip: is the percentile 10 the best?",
+        "AutoClip: optimal percentile",
         WITH_ADAMW,
         "no fault, best rate",
         ("AutoClip 1", "AutoClip", "AutoClip 25", "AutoClip 50", "AutoClip 90"),
         "gain",
     ),
     Claim(
-        "ZClip: does it train at rates that are too high for a constant?",
+        "ZClip: high learning rates",
         TOGETHER,
         "no fault, rate past the edge",
         (NONE, BEST, "ZClip", "ZClip (paper)"),
         "beside_best",
     ),
     Claim(
-        "SPAM: is it better than a constant where there are spikes?",
+        "SPAM: gradient spikes",
         WITH_ADAMW,
         "spikes",
         (NONE, BEST, "skip above", "second moment", "SPAM"),
@@ -96,15 +132,15 @@ def names(figures: Figures, column: str) -> list[str]:
 def shown(page: str, figures: Figures) -> str:
     """A page's Markdown, with a table under each heading that names a fault, a method or a task."""
     tables: dict[str, Callable[[], str]] = {
-        "what methods cost": lambda: of_costs(figures),
-        "agc: do large batches need it?": lambda: _of_batches(figures),
+        "overhead by method": lambda: of_costs(figures),
+        "agc: large batches": lambda: _of_batches(figures),
     }
     for claim in CLAIMS:
         tables[claim.question.lower()] = lambda claim=claim: _of_claim(figures, claim)
     of = {"fault": _of_fault, "method": _of_method, "tasks": _of_task}
     for column, make in of.items():
         for name in names(figures, column):
-            tables[name.lower()] = lambda make=make, name=name: make(figures, name)
+            tables[label(name).lower()] = lambda make=make, name=name: make(figures, name)
     first, *sections = re.split(r"^(?=##+ )", page, flags=re.MULTILINE)
     parts = [first]
     for section in sections:
@@ -160,6 +196,11 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([rows[0], "|---" * len(known) + "|", *rows[1:]]) if lines else ""
 
 
+def label(name: str) -> str:
+    """Returns the name of a method, fault or task on pages."""
+    return LABELS.get(name, name)
+
+
 def anchor(title: str) -> str:
     """Of a heading, as hosts of repositories and the site make it."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
@@ -202,7 +243,7 @@ def _of_task(figures: Figures, task: str) -> str:
         cells = [found.get((method, fault)) for fault in faults]
         losses = [row["loss"] + mark.get(row["verdict"], "") if row else ABSENT for row in cells]
         threshold = next((row["threshold"] for row in cells if row and row["threshold"]), ABSENT)
-        lines.append([method, threshold, *losses])
+        lines.append([label(method), threshold, *losses])
     return table(["", "threshold", *(_short(fault) for fault in faults)], lines)
 
 
@@ -219,7 +260,7 @@ def _of_claim(figures: Figures, claim: Claim) -> str:
     for method in methods:
         row = of[claim.tasks, method]
         losses = [of[name, method]["loss"] for name in tasks]
-        lines.append([method, *losses, _percent(row["lost"]), _between(row, claim.column)])
+        lines.append([label(method), *losses, _percent(row["lost"]), _between(row, claim.column)])
     return table(["", *tasks, "runs lost", GAIN if claim.column == "gain" else OVER_BEST], lines)
 
 
@@ -228,7 +269,9 @@ def _of_batches(figures: Figures) -> str:
     for row in figures:
         batch = row["fault"].removeprefix(OF_BATCHES)
         if batch != row["fault"]:
-            lines.append([batch, row["method"], row["rate"], row["loss"], row["largest_rate"]])
+            lines.append(
+                [batch, label(row["method"]), row["rate"], row["loss"], row["largest_rate"]]
+            )
     head = ["batch", "method", "best rate", "its loss", "largest rate at which no run is lost"]
     return table(head, lines)
 
@@ -250,7 +293,7 @@ def _tasks(figures: Figures) -> list[str]:
 
 
 def _first(rows: Sequence[Row]) -> str:
-    shown = [f"{row['method']} {row['gain']}" for row in rows[:MOST_NAMES]]
+    shown = [f"{label(row['method'])} {row['gain']}" for row in rows[:MOST_NAMES]]
     more = [f"{len(rows) - MOST_NAMES} more"] if len(rows) > MOST_NAMES else []
     return ", ".join(shown + more) or "none"
 
@@ -267,4 +310,4 @@ def _percent(part: str) -> str:
 
 
 def _link(page: str, title: str) -> str:
-    return f"[{title}]({page}#{anchor(title)})"
+    return f"[{label(title)}]({page}#{anchor(label(title))})"

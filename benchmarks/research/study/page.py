@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     pictures.draw(summary, options.docs)
     described = (options.docs / "evidence_figures.md").read_text("utf-8").lower()
     for method in figures.names(found, "method"):
-        if f"\n### {method.lower()}\n" not in described:
+        if f"\n### {figures.label(method).lower()}\n" not in described:
             print(f"evidence_figures.md does not say what {method} is")
 
 
