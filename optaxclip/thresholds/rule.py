@@ -213,7 +213,7 @@ def update_rule(
     if jax.tree.leaves((own, state)) and _shapes(own) != _shapes(state):
         raise ValueError(
             f"{name}: the state must contain {_describe_state(own)} for this threshold, got "
-            f"{_describe_state(state)}. {REINIT_HINT}"
+            f"{_describe_state(state)}; {REINIT_HINT}"
         )
     thresholds, new = call_rule(rule, norms, state, param_norms, name)
     if meshes.manual_axes():
