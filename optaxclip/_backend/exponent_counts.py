@@ -73,7 +73,7 @@ def propagate_carry(words: Array) -> Array:
     return lax.concatenate([remainder, high + carry], low.ndim - 2)
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share a trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _count(
     leaf: Array, axes: tuple[int, ...], integer: jnp.dtype, wide: bool, is_whole: bool
@@ -140,7 +140,7 @@ def _count_by_scatter(
         position = position * lanes + lane
     counts = jnp.zeros((math.prod(shape) * num_bins * lanes,), integer)
     counts = counts.at[position].add(1, mode="promise_in_bounds")
-    counts = counts.reshape((*shape, num_bins, lanes))
+    counts = counts.reshape((*shape, num_bins, lanes))  # integer[*kept axes, bins, lanes]
     return lax.reduce_sum(counts, [counts.ndim - 1])
 
 
@@ -160,6 +160,7 @@ def _count_by_matmul(
     batch = tuple(axis + 1 for axis in range(leaf.ndim) if axis not in axes)
     numbers = ((summed, summed), (batch, batch))
     high, low = encodings
+    # int32[*kept axes, 32, 32]
     counts = lax.dot_general(high, low, numbers, preferred_element_type=jnp.int32)
     counts = counts.reshape((*counts.shape[:-2], base**2))[..., : num_counts(wide=wide)]
     return counts.astype(integer)
@@ -170,6 +171,7 @@ def _count_by_comparison(
 ) -> Array:
     """Compares elements with all bins."""
     shape = (*leaf.shape, num_counts(wide=wide))
+    # int32[*leaf.shape, bins]
     bins = lax.broadcast_in_dim(_bin_index(leaf, wide=wide), shape, range(leaf.ndim))
     is_in_bin = lax.eq(bins, lax.broadcasted_iota(jnp.int32, shape, leaf.ndim))
     return lax.reduce_sum(is_in_bin.astype(integer), axes)

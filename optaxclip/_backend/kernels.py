@@ -70,7 +70,7 @@ def _sum_on_cpu(
     return [_sum_powers_on_cpu(x, over, norm) for x, over in zip(leaves, axes, strict=True)]
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share a trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _sum_powers_on_cpu(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
     # The norms convert different values to float64. XLA on CPUs stores a conversion that two sums
@@ -138,7 +138,7 @@ def _sum_on_gpu(
     return sums
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share a trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _sum_powers_on_gpu(
     leaves: tuple[Array, ...], axes: tuple[int, ...], norm: Norm, in_one_piece: bool
@@ -151,7 +151,7 @@ def _sum_powers_on_gpu(
         wide = [jnp.abs(leaf).astype(jnp.float64) for leaf in leaves]
     else:
         wide = [cast_elements(leaf, jnp.float64) for leaf in leaves]
-    powers = functools.reduce(lax.add, map(norm.map, wide))
+    powers = functools.reduce(lax.add, map(norm.map, wide))  # f64[*leaf.shape]
     if jnp.finfo(dtype).bits < 32:
         powers = _fold_rows(powers, axes, in_one_piece)
     return lax.reduce_sum(powers, axes)

@@ -154,6 +154,7 @@ class MappedShardings(LeafShardings):
         varying = self.all_axes & meshes.manual_axes()
         stacked = meshes.stack([meshes.pvary(x, varying) for x in sums])  # [scales, groups]
         reduce_fn = meshes.pmax if use_max else meshes.psum
+        # All sums are reduced in one collective.
         totals = reduce_fn(stacked, self.all_axes)
         return [totals[k] for k in range(len(sums))]
 
@@ -322,6 +323,7 @@ def infer_shardings(
             # XLA does not support a sum over an axis with one device under `vmap` over another axis
             # (as of JAX 0.10.2).
             mesh = explicit_mesh if any(explicit_mesh.shape[x] > 1 for x in spec_axes) else None
+    # Choose the class of the situation once.
     rows = zip(leaves, grouping.axes, leaf_specs or [None] * len(leaves), strict=True)
     create: Callable[..., LeafShardings]
     if meshes.manual_axes():
@@ -355,11 +357,12 @@ def _infer_mapped_axes(
     manual, names = meshes.manual_axes(), Axes(axis_names or ())
     unsharded = ((),) * (np.ndim(leaf) - len(over))
     if not meshes.has_vma_tracking():
+        # Types do not contain the sharding, so options have to.
         if spec is None and axis_names is None:
             raise ValueError(
                 "specs or axis_name must be set inside pmap or shard_map(check_vma=False), got "
-                f"None for devices along {sorted(manual)}; pass specs=PartitionSpec() for replicated "
-                "gradients (after pmean), axis_name= if these axes shard all leaves, or specs= (a "
+                f"None for devices along {sorted(manual)}; pass specs=PartitionSpec() for "
+                "replicated gradients (after pmean), axis_name= if these axes shard all leaves, or specs= (a "
                 "pytree of PartitionSpec)"
             )
         if spec is None:
@@ -369,9 +372,10 @@ def _infer_mapped_axes(
     if names - manual:
         raise ValueError(
             f"axis_name must name axes among {sorted(manual)} inside shard_map(check_vma=True), "
-            f"got {sorted(names - manual)}; clip outside the vmap, or pass check_vma=False and name "
-            "all axes"
+            f"got {sorted(names - manual)}; clip outside the vmap, or pass check_vma=False and "
+            "name all axes"
         )
+    # The type contains the axes, but not the dimensions of the leaf that they shard.
     varying = meshes.varying_axes(leaf)
     if axis_names is not None:
         # Along other axes, devices have independent gradients, as in local SGD.
@@ -390,7 +394,7 @@ def _infer_mapped_axes(
         raise ValueError(
             f"specs must name all axes over which a leaf varies, got {spec} for type "
             f"{jax.typeof(leaf)}, which also varies over {sorted(unknown)}; sum the leaf over "
-            "these axes, correct the spec, or name only axes without independent gradients in axis_name"
+            "these axes, correct the spec, or name only axes with shards in axis_name"
         )
     return reduced, kept
 

@@ -31,7 +31,7 @@ def ravel_and_concatenate(arrays: Iterable[Array]) -> Array:
     return _concatenate(arrays) if arrays else jnp.zeros(0)
 
 
-# Jitted so that arrays of the same groups share one trace.
+# Jitted to share a trace between arrays of the same groups.
 @jax.jit
 def _concatenate(arrays: Sequence[Array]) -> Array:
     flat = [x if x.ndim == 1 else lax.reshape(x, (x.size,)) for x in arrays]
@@ -51,6 +51,7 @@ def split_and_reshape(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[
 
 
 def _split(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    # Pieces [..., size].
     pieces = lax.split(vector, list(map(math.prod, shapes)), axis=vector.ndim - 1)
     with_shapes = zip(pieces, shapes, strict=True)
     return [x.reshape((*x.shape[:-1], *shape)) for x, shape in with_shapes]
@@ -86,7 +87,7 @@ def _(
     return _split_at_operands(vector, shapes), _split(tangent, shapes)
 
 
-# Jitted so that pieces with equal sizes share one trace.
+# Jitted to share a trace between pieces with equal sizes.
 @functools.partial(jax.jit, static_argnums=2)
 def _slice(vector: Array, starts: Array, size: int) -> Array:
     """Returns the elements of a vector, or of all rows of a matrix, from a start position on."""

@@ -94,7 +94,7 @@ def is_full_local_reduction(
     return reduces_all and (in_one_piece or bool(meshes.manual_axes()))
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share a trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype", "in_one_piece"))
 def compute_scaled_sums(
     leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
@@ -133,7 +133,7 @@ def _add(left: ScaledSums, right: ScaledSums) -> ScaledSums:
     return tuple(map(operator.add, left, right))
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share a trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "in_one_piece"))
 def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: bool) -> ScaledSums:
     """Sums the products `x * y` and the squares of `y`.
@@ -166,6 +166,7 @@ def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: boo
         u, v = lax.optimization_barrier((x, y)) if separate_cast else (x, y)
         with jax.enable_x64(True):
             y, u, v = (cast_elements(array, jnp.float64) for array in (y, u, v))
+            # One scale is enough in float64, and the sums at the others follow from it.
             totals = _reduce((_multiply(u, v, lax.mul), l2.map(y)), axes, is_fused=False)
             factors = prescale_factors(l2, dtype)
             scaled = [total * factor**2 for factor in factors for total in totals]
@@ -198,7 +199,7 @@ def _multiply_bounded(x: Array, y: Array) -> Array:
     return select(is_in_range, product, 0)
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share a trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("by", "axes", "dtype"))
 def max_abs_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """Returns the bits of the largest absolute value, multiplied by `by`, as an integer.
