@@ -28,8 +28,8 @@ from optaxclip._base.validation import has_float_arrays, normalize_axis_names, s
 from optaxclip._engine.clip import clip_tree, group_norms
 from optaxclip.nonfinite import check_policy
 from optaxclip.norms import Norm, average_l2
-from optaxclip.thresholds.constant import fixed
-from optaxclip.thresholds.rule import check_threshold_value
+from optaxclip.thresholds._constant import fixed
+from optaxclip.thresholds._rule import check_threshold_value
 
 
 def global_norm(

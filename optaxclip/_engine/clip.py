@@ -53,7 +53,7 @@ from optaxclip.nonfinite import checkify_finite
 from optaxclip.norms import Norm
 from optaxclip.responses import Response
 from optaxclip.scopes.leaves import Scope, resolve_scope
-from optaxclip.thresholds.constant import (
+from optaxclip.thresholds._constant import (
     ThresholdLike,
     check_threshold,
     evaluate_schedules,
@@ -61,7 +61,7 @@ from optaxclip.thresholds.constant import (
     resolve_rule,
     stateless_rule_state,
 )
-from optaxclip.thresholds.rule import check_threshold_value, params_if_needed, update_rule
+from optaxclip.thresholds._rule import check_threshold_value, params_if_needed, update_rule
 
 
 @validate_call(transformation=True, one_shot_call="clip_tree(grads, 1.0, scope=scopes.tree())")

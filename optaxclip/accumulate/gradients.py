@@ -24,7 +24,7 @@ from optaxclip.accumulate.loop import Accumulated, scan_microbatches
 from optaxclip.accumulate.loss import DataSharding, MicrobatchLoss
 from optaxclip.accumulate.rejection import NAME, AccumulateState, MicrobatchProcessor, is_stateful
 from optaxclip.monitor._noise_scale import NoiseSums, nan_like, where_or_nan
-from optaxclip.thresholds.constant import ScalarOrSchedule
+from optaxclip.thresholds._constant import ScalarOrSchedule
 
 
 @validate_call(

@@ -12,8 +12,8 @@ from optaxclip._base.numerics import select
 from optaxclip._base.state import StaticNames, check_state, register_state, safe_increment
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_name, validate_call
-from optaxclip.thresholds.adaptive import cast_to_float32
-from optaxclip.thresholds.rule import check_decay
+from optaxclip.thresholds._adaptive import cast_to_float32
+from optaxclip.thresholds._rule import check_decay
 
 
 @register_state

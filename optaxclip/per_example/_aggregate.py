@@ -29,8 +29,8 @@ from optaxclip.per_example._noise import add_noise, is_key, is_zero, warn_of_sha
 from optaxclip.per_example._quantile import QuantileThreshold, adjust_noise_multiplier
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
-from optaxclip.thresholds.adaptive import cast_to_float32, check_minimum
-from optaxclip.thresholds.rule import check_not_component, check_schedule, check_threshold_value
+from optaxclip.thresholds._adaptive import cast_to_float32, check_minimum
+from optaxclip.thresholds._rule import check_not_component, check_schedule, check_threshold_value
 
 AggregateThreshold: TypeAlias = ExampleThreshold | Callable[[Array], ArrayLike] | QuantileThreshold
 Reduction = Literal["mean", "sum"]

@@ -27,8 +27,8 @@ from optaxclip.per_example._batched_clip import ClippedSums, compute_clipped_sum
 from optaxclip.per_example._quantile import QuantileThreshold
 from optaxclip.responses import Response, as_response
 from optaxclip.scopes.leaves import Scope, resolve_scope
-from optaxclip.thresholds.constant import resolve_rule
-from optaxclip.thresholds.rule import check_threshold_value, update_rule
+from optaxclip.thresholds._constant import resolve_rule
+from optaxclip.thresholds._rule import check_threshold_value, update_rule
 
 Split = Literal["uniform", "size"]
 ExampleThreshold: TypeAlias = ArrayLike | Mapping[str, ArrayLike]

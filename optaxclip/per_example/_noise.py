@@ -16,7 +16,7 @@ from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import short_repr, warn
 from optaxclip.per_example._batched_clip import sum_dtype
 from optaxclip.per_example._clip_sum import PerExampleResult, sensitivity_factor
-from optaxclip.thresholds.adaptive import cast_to_float32, check_minimum
+from optaxclip.thresholds._adaptive import cast_to_float32, check_minimum
 
 
 def noisy_mean(

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from optaxclip._base.numerics import scale_by_exp
 from optaxclip._base.types import ArrayLike
 from optaxclip._base.validation import check_bool, validate_call
-from optaxclip.thresholds.adaptive import cast_to_float32, check_minimum, check_range
+from optaxclip.thresholds._adaptive import cast_to_float32, check_minimum, check_range
 
 
 class QuantileThreshold(NamedTuple):

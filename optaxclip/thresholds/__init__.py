@@ -25,18 +25,18 @@ because they receive the norms of all groups as one array::
 Use `adaptive` to make a rule from another statistic, and `fixed` for an array of thresholds.
 """
 
-from optaxclip.thresholds.adaptive import AdaptiveState as AdaptiveState
-from optaxclip.thresholds.adaptive import adaptive as adaptive
-from optaxclip.thresholds.averages import ema as ema
-from optaxclip.thresholds.averages import mean_over_rms as mean_over_rms
-from optaxclip.thresholds.averages import zscore as zscore
-from optaxclip.thresholds.constant import constant as constant
-from optaxclip.thresholds.constant import fixed as fixed
-from optaxclip.thresholds.constant import relative_to_params as relative_to_params
-from optaxclip.thresholds.constant import schedule as schedule
-from optaxclip.thresholds.feedback import adagc as adagc
-from optaxclip.thresholds.feedback import log_tracker as log_tracker
-from optaxclip.thresholds.feedback import quantile as quantile
-from optaxclip.thresholds.window import median as median
-from optaxclip.thresholds.window import percentile as percentile
-from optaxclip.thresholds.window import window as window
+from optaxclip.thresholds._adaptive import AdaptiveState as AdaptiveState
+from optaxclip.thresholds._adaptive import adaptive as adaptive
+from optaxclip.thresholds._averages import ema as ema
+from optaxclip.thresholds._averages import mean_over_rms as mean_over_rms
+from optaxclip.thresholds._averages import zscore as zscore
+from optaxclip.thresholds._constant import constant as constant
+from optaxclip.thresholds._constant import fixed as fixed
+from optaxclip.thresholds._constant import relative_to_params as relative_to_params
+from optaxclip.thresholds._constant import schedule as schedule
+from optaxclip.thresholds._feedback import adagc as adagc
+from optaxclip.thresholds._feedback import log_tracker as log_tracker
+from optaxclip.thresholds._feedback import quantile as quantile
+from optaxclip.thresholds._window import median as median
+from optaxclip.thresholds._window import percentile as percentile
+from optaxclip.thresholds._window import window as window

@@ -8,7 +8,7 @@ and `zclip` has no upper bound on its threshold. Use `patience=None, floor=0.0` 
 rules, and also `max_norm=1.0` for `zclip`.
 
 All arguments are keyword-only, because a single number, as in `zclip(1.0)`, would look like a
-threshold. The options `floor` and `patience` are explained in `optaxclip.thresholds.adaptive`.
+threshold. The options `floor` and `patience` are explained in `optaxclip.thresholds._adaptive`.
 """
 
 from typing import Unpack
@@ -20,8 +20,8 @@ from optaxclip._base.types import ArrayLike, ClipState
 from optaxclip._base.validation import validate_call
 from optaxclip._engine.clip import clip_by
 from optaxclip._engine.options import ClipOptions, NormOptions, document_options
-from optaxclip.thresholds.adaptive import DEFAULT_FLOOR, DEFAULT_PATIENCE
-from optaxclip.thresholds.averages import Option
+from optaxclip.thresholds._adaptive import DEFAULT_FLOOR, DEFAULT_PATIENCE
+from optaxclip.thresholds._averages import Option
 
 
 @validate_call(transformation=True)

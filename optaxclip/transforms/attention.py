@@ -40,7 +40,7 @@ from optaxclip._base.trees import (
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._base.validation import check_bool, check_name, validate_call
 from optaxclip._engine.clip import clip_by, fresh_if_none
-from optaxclip.thresholds.constant import ScalarOrSchedule, check_threshold
+from optaxclip.thresholds._constant import ScalarOrSchedule, check_threshold
 
 
 @dataclasses.dataclass(frozen=True)

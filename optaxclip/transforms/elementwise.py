@@ -30,8 +30,8 @@ from optaxclip._base.trees import (
 )
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, short_repr, validate_call
-from optaxclip.thresholds.constant import ScalarOrSchedule, needs_state_message
-from optaxclip.thresholds.rule import check_schedule, check_threshold_value
+from optaxclip.thresholds._constant import ScalarOrSchedule, needs_state_message
+from optaxclip.thresholds._rule import check_schedule, check_threshold_value
 
 
 @register_state

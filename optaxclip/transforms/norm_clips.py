@@ -13,8 +13,13 @@ from optaxclip._base.types import ArrayLike, ClipState, PyTree
 from optaxclip._base.validation import check_static, validate_call
 from optaxclip._engine.clip import clip_by
 from optaxclip._engine.options import ClipOptions, NormOptions, RescaleOptions, document_options
-from optaxclip.thresholds.adaptive import DEFAULT_FLOOR
-from optaxclip.thresholds.constant import ScalarOrSchedule, ThresholdLike, check_threshold, relative
+from optaxclip.thresholds._adaptive import DEFAULT_FLOOR
+from optaxclip.thresholds._constant import (
+    ScalarOrSchedule,
+    ThresholdLike,
+    check_threshold,
+    relative,
+)
 
 
 @validate_call(

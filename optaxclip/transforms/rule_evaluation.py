@@ -11,8 +11,8 @@ from optaxclip._backend.global_view import global_view
 from optaxclip._base.numerics import saturating_cast
 from optaxclip._base.state import safe_increment
 from optaxclip._base.types import ClipInfo, PyTree, ThresholdRule
-from optaxclip.thresholds.constant import evaluate_schedules
-from optaxclip.thresholds.rule import update_rule
+from optaxclip.thresholds._constant import evaluate_schedules
+from optaxclip.thresholds._rule import update_rule
 
 
 class RuleResult(NamedTuple):

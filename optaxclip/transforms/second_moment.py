@@ -33,8 +33,8 @@ from optaxclip._base.validation import check_int, check_name, validate_call
 from optaxclip._engine.clip import ClipMethod, make_clip
 from optaxclip._engine.options import Options, RescaleOptions, document_options
 from optaxclip._engine.scale import Multiplier
-from optaxclip.thresholds.adaptive import DEFAULT_FLOOR, check_minimum, check_range
-from optaxclip.thresholds.rule import check_threshold_value
+from optaxclip.thresholds._adaptive import DEFAULT_FLOOR, check_minimum, check_range
+from optaxclip.thresholds._rule import check_threshold_value
 from optaxclip.transforms.elementwise import clamp_leaf
 from optaxclip.transforms.norm_clips import leaf_scope
 

@@ -42,14 +42,14 @@ from optaxclip._engine.plan import make_plan
 from optaxclip._engine.record import initial_info
 from optaxclip.norms import Norm
 from optaxclip.scopes import Scope
-from optaxclip.thresholds.constant import (
+from optaxclip.thresholds._constant import (
     ScalarOrSchedule,
     ThresholdLike,
     check_threshold,
     resolve_rule,
 )
-from optaxclip.thresholds.loss import check_loss_threshold, loss_from_extra_args
-from optaxclip.thresholds.rule import params_if_needed
+from optaxclip.thresholds._loss import check_loss_threshold, loss_from_extra_args
+from optaxclip.thresholds._rule import params_if_needed
 from optaxclip.transforms.rule_evaluation import evaluate_rule
 
 CheckedTree = Literal["gradients", "updates"]

@@ -45,7 +45,7 @@ from optaxclip._engine.options import Options, TransformOptions, document_option
 from optaxclip._engine.plan import Plan
 from optaxclip._engine.scale import Multiplier
 from optaxclip.responses import Response, clip, smooth
-from optaxclip.thresholds.constant import ThresholdLike, check_threshold
+from optaxclip.thresholds._constant import ThresholdLike, check_threshold
 from optaxclip.transforms.norm_clips import leaf_scope
 from optaxclip.transforms.second_moment import wide_dtype
 

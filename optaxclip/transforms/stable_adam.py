@@ -30,8 +30,8 @@ from optaxclip._base.validation import validate_call
 from optaxclip._engine.clip import make_clip
 from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import Plan, make_plan
-from optaxclip.thresholds.constant import ScalarOrSchedule, check_threshold
-from optaxclip.thresholds.rule import check_decay, check_threshold_value
+from optaxclip.thresholds._constant import ScalarOrSchedule, check_threshold
+from optaxclip.thresholds._rule import check_decay, check_threshold_value
 from optaxclip.transforms.norm_clips import leaf_scope
 from optaxclip.transforms.second_moment import NamedMoments, check_dense, wide_dtype, zero_moments
 

@@ -321,5 +321,7 @@ def test_minimum_above_maximum(low, high):
 
 def test_bounds_that_would_grow_the_leaf():
     tx = optaxclip.clip_by_value(jnp.full((2, 3), -1.0), 1.0)
-    with pytest.raises(ValueError, match=r"^min_value must .* 'w' of shape \(3,\), got shape \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"^min_value must .* 'w' of shape \(3,\), got shape \(2, 3\)"
+    ):
         update(tx, {"w": jnp.ones(3)})

@@ -145,7 +145,11 @@ def test_the_state_is_the_same_at_every_step():
     ("make", "kind", "message"),
     [
         (lambda: monitor.noise_scale(1.0), ValueError, "decay must be .* below 1, got 1.0"),
-        (lambda: monitor.noise_scale(1 - 1e-9), ValueError, "below 1 in float32, got .*; use at most 0.99999994$"),
+        (
+            lambda: monitor.noise_scale(1 - 1e-9),
+            ValueError,
+            "below 1 in float32, got .*; use at most 0.99999994$",
+        ),
         (lambda: monitor.noise_scale(-0.1), ValueError, "decay must be at least 0 .* got -0.1"),
         (lambda: monitor.noise_scale(1.5), ValueError, "decay must be .* below 1, got 1.5"),
         (lambda: monitor.noise_scale(np.nan), ValueError, "decay must be .* below 1, got nan"),

@@ -11,9 +11,9 @@ from reference_rules import drive
 
 import optaxclip
 from optaxclip import per_example, responses, scopes, thresholds
-from optaxclip.thresholds.adaptive import safe_hypot
-from optaxclip.thresholds.loss import check_loss_threshold
-from optaxclip.thresholds.rule import check_threshold_value
+from optaxclip.thresholds._adaptive import safe_hypot
+from optaxclip.thresholds._loss import check_loss_threshold
+from optaxclip.thresholds._rule import check_threshold_value
 
 NORMS = np.array([1.0, 3.0, 2.0, 2.5, 1.5], np.float32)
 

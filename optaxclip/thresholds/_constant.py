@@ -19,8 +19,8 @@ from optaxclip._backend.packing import ravel_and_concatenate, split_and_reshape
 from optaxclip._base.state import StaticNames, safe_increment
 from optaxclip._base.types import ArrayLike, PyTree, ThresholdRule, Thresholds
 from optaxclip._base.validation import short_repr
-from optaxclip.thresholds.adaptive import rule_factory
-from optaxclip.thresholds.rule import (
+from optaxclip.thresholds._adaptive import rule_factory
+from optaxclip.thresholds._rule import (
     call_rule,
     check_not_component,
     check_schedule,

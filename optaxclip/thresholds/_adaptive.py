@@ -38,7 +38,7 @@ from optaxclip._base.validation import (
     check_choice,
     validate_call,
 )
-from optaxclip.thresholds.rule import check_precision, check_threshold_value, has_value
+from optaxclip.thresholds._rule import check_precision, check_threshold_value, has_value
 
 Record = Literal["raw", "clipped", "capped", "accepted"]
 
@@ -146,7 +146,7 @@ def adaptive(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """Makes a rule from a statistic and the shared options of `optaxclip.thresholds.adaptive`.
+    """Makes a rule from a statistic and the shared options of `optaxclip.thresholds._adaptive`.
 
     Args:
       statistic: The statistic of past norms.

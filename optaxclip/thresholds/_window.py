@@ -11,7 +11,7 @@ from optaxclip._base.numerics import divide_by_pow2, floor_pow2, safe_sqrt
 from optaxclip._base.state import register_state
 from optaxclip._base.types import ArrayLike, ThresholdRule, Thresholds
 from optaxclip._base.validation import check_bool, check_int, warn
-from optaxclip.thresholds.adaptive import (
+from optaxclip.thresholds._adaptive import (
     DEFAULT_FLOOR,
     DEFAULT_PATIENCE,
     Record,
@@ -46,7 +46,7 @@ def percentile(
       percentile: The percentile, from 0 to 100. Numbers between 0 and 1 cause a warning, because
         they are often fractions.
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
-      record: See `optaxclip.thresholds.adaptive` for this option and the following options.
+      record: See `optaxclip.thresholds._adaptive` for this option and the following options.
       inclusive: If True, the window includes the current norm.
       warmup_steps: The number of recorded norms after which there is a threshold. Defaults to
         `window`.
@@ -108,7 +108,7 @@ def window(
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       ddof: Use 0 for the deviation of the window, and 1 for an unbiased estimate of the variance.
       min_std: The lower bound on the standard deviation.
-      record: See `optaxclip.thresholds.adaptive` for this option and the following options.
+      record: See `optaxclip.thresholds._adaptive` for this option and the following options.
       inclusive: If True, the window includes the current norm.
       warmup_steps: The number of recorded norms after which there is a threshold. Defaults to
         half of `window`.

@@ -15,7 +15,7 @@ from optaxclip._base.numerics import clamp_to_finite, divide_no_nan, lerp, safe_
 from optaxclip._base.state import register_state
 from optaxclip._base.types import ArrayLike, ThresholdRule, Thresholds
 from optaxclip._base.validation import check_bool, check_choice
-from optaxclip.thresholds.adaptive import (
+from optaxclip.thresholds._adaptive import (
     DEFAULT_FLOOR,
     DEFAULT_PATIENCE,
     Record,
@@ -64,7 +64,7 @@ def ema(
         Adam. If False, it starts from the first norm.
       skip_steps: The number of initial norms to ignore.
       inclusive: If True, the average includes the current norm, which is recorded before clipping.
-      record: See `optaxclip.thresholds.adaptive` for this option and the following options.
+      record: See `optaxclip.thresholds._adaptive` for this option and the following options.
       warmup_steps: The number of recorded norms after which there is a threshold.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are
@@ -134,7 +134,7 @@ def zscore(
         mean, and "percentile" uses the threshold `mean + z_thresh * std`.
       debias: If True, the mean and variance are debiased averages from the first norm on, as in
         axlearn (apple/axlearn). If False, they start from those of the warmup.
-      record: See `optaxclip.thresholds.adaptive` for this option and the following options.
+      record: See `optaxclip.thresholds._adaptive` for this option and the following options.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are
         recorded. Defaults to 20. Use `None` to disable this.

@@ -14,9 +14,9 @@ from jax import Array
 import optaxclip._backend.meshes as meshes
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import ThresholdRule
-from optaxclip.thresholds.adaptive import remove_floor
-from optaxclip.thresholds.constant import ScalarOrSchedule, count_steps, make_rule
-from optaxclip.thresholds.rule import check_not_component, check_threshold_value
+from optaxclip.thresholds._adaptive import remove_floor
+from optaxclip.thresholds._constant import ScalarOrSchedule, count_steps, make_rule
+from optaxclip.thresholds._rule import check_not_component, check_threshold_value
 
 
 def loss_from_extra_args(

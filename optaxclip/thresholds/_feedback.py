@@ -17,7 +17,7 @@ from optaxclip._base.numerics import (
 from optaxclip._base.state import register_state
 from optaxclip._base.types import ArrayLike, ThresholdRule, Thresholds
 from optaxclip._base.validation import check_bool
-from optaxclip.thresholds.adaptive import (
+from optaxclip.thresholds._adaptive import (
     DEFAULT_FLOOR,
     DEFAULT_PATIENCE,
     adaptive,
@@ -27,8 +27,8 @@ from optaxclip.thresholds.adaptive import (
     rule_factory,
     signed_multiple,
 )
-from optaxclip.thresholds.averages import Moments, update_moments
-from optaxclip.thresholds.rule import check_threshold_value
+from optaxclip.thresholds._averages import Moments, update_moments
+from optaxclip.thresholds._rule import check_threshold_value
 
 
 @rule_factory
