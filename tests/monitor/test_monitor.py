@@ -292,7 +292,9 @@ def test_record_leaves_alone_what_it_sees_and_never_waits_for_the_device():
     mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Explicit,))
     sharded = jax.device_put(GRADS, jax.NamedSharding(mesh, jax.P("x")))
     assert monitor.history(after(tx, sharded, sharded)).shape == (2, 2)
-    with pytest.raises(ValueError, match=r"record: the updates have groups \['v'\]"):
+    with pytest.raises(
+        ValueError, match=r"record: the updates must have the groups .*, got the new groups \['v'\]"
+    ):
         tx.update(GRADS | {"v": jnp.ones(1)}, state)
     for window in (0, -1, 2.0, None):
         with pytest.raises((TypeError, ValueError), match="window must be an int of at least 1"):
