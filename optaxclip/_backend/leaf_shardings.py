@@ -441,40 +441,6 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
     return mesh, leaf_specs
 
 
-class ExampleSpecs(NamedTuple):
-    """Specs of results over a batch of examples on an explicit mesh.
-
-    Attributes:
-      sums: The specs of sums over the examples, one for each parameter.
-      norms: The spec of arrays with a leading example axis.
-      counts: The spec of replicated results.
-    """
-
-    sums: list[PartitionSpec]
-    norms: PartitionSpec
-    counts: PartitionSpec
-
-
-def example_out_specs(examples: PyTree, params: Sequence[Any] | None = None) -> ExampleSpecs:
-    """Returns the specs of sums sharded like the parameters, and norms sharded like the examples.
-
-    Args:
-      examples: Arrays with a leading example axis.
-      params: The parameters. If None, the examples are per-example gradients, and sums over them
-        are sharded like a single example.
-
-    Returns:
-      The specs.
-    """
-    specs = list(map(meshes.spec_of, jax.tree.leaves(examples)))
-    first = next((spec[0] for spec in specs if len(spec) and spec[0] is not None), None)
-    if params is None:
-        sums = [PartitionSpec(*spec[1:]) for spec in specs]
-    else:
-        sums = list(map(meshes.spec_of, params))
-    return ExampleSpecs(sums, PartitionSpec(first), PartitionSpec())
-
-
 def check_examples_unsharded(
     flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: str
 ) -> None:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -392,3 +392,37 @@ def current_mesh() -> Any:
 def constrain_replicated(x: Array, mesh: Any) -> Array:
     """Makes the compiler replicate `x` on all devices of a mesh."""
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+
+
+class ExampleSpecs(NamedTuple):
+    """Specs of results over a batch of examples on an explicit mesh.
+
+    Attributes:
+      sums: The specs of sums over the examples, one for each parameter.
+      norms: The spec of arrays with a leading example axis.
+      counts: The spec of replicated results.
+    """
+
+    sums: list[PartitionSpec]
+    norms: PartitionSpec
+    counts: PartitionSpec
+
+
+def example_out_specs(examples: PyTree, params: Sequence[Any] | None = None) -> ExampleSpecs:
+    """Returns the specs of sums sharded like the parameters, and norms sharded like the examples.
+
+    Args:
+      examples: Arrays with a leading example axis.
+      params: The parameters. If None, the examples are per-example gradients, and sums over them
+        are sharded like a single example.
+
+    Returns:
+      The specs.
+    """
+    specs = list(map(spec_of, jax.tree.leaves(examples)))
+    first = next((spec[0] for spec in specs if len(spec) and spec[0] is not None), None)
+    if params is None:
+        sums = [PartitionSpec(*spec[1:]) for spec in specs]
+    else:
+        sums = list(map(spec_of, params))
+    return ExampleSpecs(sums, PartitionSpec(first), PartitionSpec())

@@ -12,7 +12,8 @@ from jax import Array, lax
 import optaxclip._backend.meshes as meshes
 from optaxclip._backend.elementwise import force_row_major, sum_weighted
 from optaxclip._backend.global_view import global_view
-from optaxclip._backend.leaf_shardings import LeafShardings, example_out_specs
+from optaxclip._backend.leaf_shardings import LeafShardings
+from optaxclip._backend.meshes import example_out_specs
 from optaxclip._backend.packing import arrange_by_layout
 from optaxclip._base.numerics import accumulation_dtype, split_complex
 from optaxclip._base.trees import Grouping
