@@ -61,32 +61,32 @@ def floor(name):
     return FLOORS[name.split(".")[0]]
 
 
-def test_every_package_has_a_floor():
+def test_packages_have_layers():
     assert {name.split(".")[0] for name in FILES} == set(FLOORS)
 
 
-def test_imports_go_downwards():
+def test_imports_point_to_lower_layers():
     pairs = [(name, other) for name, path in FILES.items() for other in imported(path)]
     assert not [(name, other) for name, other in pairs if floor(other) > floor(name)]
 
 
-def test_imports_make_no_circle():
+def test_imports_contain_no_cycles():
     graph = {name: set(imported(path)) - {name} for name, path in FILES.items()}
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(FILES)
 
 
-def test_imports_are_seen():
+def test_import_finder_sees_known_imports():
     assert {"plots", "tuning"} <= set(imported(FILES["__main__"]))
     assert "thresholds.constant" in set(imported(FILES["_engine.clip"]))
 
 
-def test_files_are_small():
+def test_files_have_at_most_500_lines():
     paths = [*FILES.values(), *TESTS.rglob("*.py")]
     lines = {path.name: len(path.read_text().splitlines()) for path in paths}
     assert not {name: number for name, number in lines.items() if number > 500}
 
 
-def test_no_two_test_files_have_one_name():
+def test_test_file_names_stay_unique():
     # Pytest imports them by it.
     names = [path.name for path in TESTS.rglob("test_*.py")]
     assert len(set(names)) == len(names)
@@ -112,7 +112,7 @@ def test_the_backend_alone_handles_meshes_platforms_memories():
     assert not [(name, found) for name in others if (found := BACKEND_ONLY & inside[name])]
 
 
-def test_no_two_classes_share_a_name():
+def test_class_names_stay_unique():
     names = [
         node.name
         for path in FILES.values()
@@ -122,11 +122,11 @@ def test_no_two_classes_share_a_name():
     assert not {name for name in names if names.count(name) > 1}
 
 
-def test_no_private_modules_of_others():
+def test_package_uses_no_private_jax_modules():
     assert not [name for name, path in FILES.items() if "._src" in path.read_text()]
 
 
-def test_derivatives_of_our_own_hold_inside_loops():
+def test_only_allowed_modules_define_custom_derivatives():
     """Only the class that sees to it may name what JAX loses there."""
     jax_names = {"jax.custom_jvp", "jax.custom_vjp", "jax.custom_derivatives"}
     used = {
@@ -143,7 +143,7 @@ def test_derivatives_of_our_own_hold_inside_loops():
     assert {(name, of_jax) for name, of_jax in used if of_jax in jax_names} == allowed
 
 
-def test_what_only_some_need_is_not_imported():
+def test_optional_packages_load_lazily():
     packages = {"flax", "matplotlib", "rich", "tensorflow", "torch", "orbax"}
     names = packages | {"jax.experimental.sparse", "scipy.sparse"}
     code = f"import sys, optaxclip; sys.exit(repr({names} & set(sys.modules)))"
@@ -159,7 +159,7 @@ WITHOUT_EXAMPLE = {
 }
 
 
-def test_public_functions_are_documented_with_an_example():
+def test_public_functions_document_arguments_and_examples():
     for name, function in FUNCTIONS.items():
         text = inspect.getdoc(function)
         assert (">>> " in text) == (name not in WITHOUT_EXAMPLE), name
@@ -170,7 +170,7 @@ def test_public_functions_are_documented_with_an_example():
                 assert f"  {parameter}: " in documented, name
 
 
-def test_all_that_is_imported_is_public():
+def test_dunder_all_lists_public_names():
     found = {name for name in vars(optaxclip) if not name.startswith("_")}
     # Other packages are attributes once somebody, such as another test, has imported them.
     hidden = {"transforms", "nonfinite"}
@@ -178,7 +178,7 @@ def test_all_that_is_imported_is_public():
     assert optaxclip.__all__ == sorted(set(optaxclip.__all__))
 
 
-def test_namespaces_come_with_the_package():
+def test_namespaces_load_with_package():
     names = {"ops", "norms", "scopes", "thresholds", "responses"}
     names |= {"accumulate", "monitor", "per_example", "plots", "tuning"}
     assert all(inspect.ismodule(vars(optaxclip)[name]) for name in names)

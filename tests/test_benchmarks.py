@@ -16,7 +16,7 @@ MICROBATCHES = "vmap, microbatches"
 OURS = {MICROBATCHES, "vmap", "ghost"}
 
 
-def test_benchmarks_for_accelerators_look_for_no_device():
+def test_accelerator_benchmarks_run_on_cpu():
     """JAX with a plugin for CUDA would look for a GPU, and fail where there is none."""
     code = "import benchmarks.accelerators.__main__, jax; print(jax.config.jax_platforms)"
     environment = {key: x for key, x in os.environ.items() if key != "JAX_PLATFORMS"}
@@ -28,7 +28,7 @@ def test_benchmarks_for_accelerators_look_for_no_device():
 
 
 @pytest.mark.parametrize("ours", [{MICROBATCHES}, pytest.param(OURS, marks=pytest.mark.slow)])
-def test_what_examples_cost_is_measured_once(ours, tmp_path, monkeypatch, capsys):
+def test_per_example_benchmark_keeps_measured_rows(ours, tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.csv"
     options = ["--ours", "--models", "mlp", "--rounds", "2", "--microbatches", "4"]
     options += ["--out", str(path)]

@@ -41,7 +41,7 @@ def section(name, title):
 
 
 @each_function
-def test_what_comes_back(name):
+def test_docstrings_describe_return_values_and_shapes(name):
     returned = inspect.signature(PUBLIC[name]).return_annotation
     assert (returned is None) or section(name, "Returns")
     if returned in (jax.Array, "Array") or getattr(returned, "__origin__", None) is np.ndarray:
@@ -49,12 +49,12 @@ def test_what_comes_back(name):
 
 
 @each_function
-def test_what_is_raised(name):
+def test_docstrings_list_exceptions(name):
     if inspect.signature(PUBLIC[name]).parameters and name not in RAISES_NOTHING:
         assert re.search(r"^  \w+(Error|Warning): ", section(name, "Raises") or "", re.MULTILINE)
 
 
-def test_what_there_is():
+def test_dir_lists_public_names():
     assert len(PUBLIC) > 50
     shown = {name for name in dir(optaxclip) if not name.startswith("__")}
     namespaces = {*NAMESPACES, "norms", "plots", "scopes"}
@@ -72,7 +72,7 @@ def test_what_there_is():
     assert shown == namespaces | types | {name.split(".")[1] for name in functions_of_the_top()}
 
 
-def test_options_are_shown_one_by_one_also_where_docstrings_have_lost_their_indentation():
+def test_shared_options_appear_in_docstrings():
     """As on Python 3.13 and later."""
 
     def clip(threshold, **options):
@@ -95,7 +95,7 @@ def functions_of_the_top():
     return [name for name in PUBLIC if name.count(".") == 1]
 
 
-def test_help_calls_what_becomes_an_array_by_its_name():
+def test_signatures_show_array_like():
     """And does not write out the union of all that JAX or NumPy takes for one."""
     signatures = {
         name: str(inspect.signature(value))

@@ -10,7 +10,7 @@ from benchmarks.every_method import NOT_CLIPS, every_method, nearest
 PARAMS = [jnp.ones((4, 3)), jnp.ones(3)]
 
 
-def test_all_that_make_a_transformation_are_there():
+def test_benchmarks_cover_all_transformations():
     made = set()
     for name, fn in public().items():
         returned = str(getattr(fn, "__annotations__", {}).get("return", ""))
@@ -21,7 +21,7 @@ def test_all_that_make_a_transformation_are_there():
 
 
 @pytest.mark.slow
-def test_each_has_one_of_optax_beside_it_and_both_make_updates_of_the_same_shapes():
+def test_nearest_optax_methods_keep_update_shapes():
     for name, tx in every_method().items():
         _, theirs = nearest(name, tx, PARAMS)
         for each in (tx, theirs):
@@ -32,7 +32,7 @@ def test_each_has_one_of_optax_beside_it_and_both_make_updates_of_the_same_shape
             assert shapes == [leaf.shape for leaf in PARAMS], name
 
 
-def test_norms_by_leaf_are_compared_with_norms_by_leaf():
+def test_nearest_optax_methods_have_matching_scope():
     found = {name: nearest(name, tx, PARAMS)[0] for name, tx in every_method().items()}
     assert found["adagc"] == found["clip_by_norm"] == "clip_by_block_rms"
     assert found["zclip"] == found["record"] == "clip_by_global_norm"

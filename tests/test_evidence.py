@@ -15,14 +15,14 @@ def rows():
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def test_every_row_of_which_method_has_evidence_or_says_that_there_is_none():
+def test_method_table_rows_link_evidence():
     table = rows()
     assert len(table) > 20
     for method, _, text in table:
         assert re.search(r"\]\([\w/]+\.md", text) or text.endswith("Not in the study."), method
 
 
-def test_the_study_is_linked():
+def test_method_table_links_study():
     anchors = {
         anchor
         for _, _, text in rows()

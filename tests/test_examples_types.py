@@ -42,7 +42,7 @@ def examples():
 
 # Nearly all of its time goes into the types of JAX and Flax, however few the examples.
 @pytest.mark.slow
-def test_pyright_passes(tmp_path):
+def test_examples_pass_pyright(tmp_path):
     if find_spec("pyright") is None:
         pytest.skip("Pyright is not installed")
     for name, source in examples().items():

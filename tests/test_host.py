@@ -21,7 +21,7 @@ WORKFLOWS = {path.stem: path.read_text("utf-8") for path in ROOT.glob(".github/w
 PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
 
 
-def test_actions_are_pinned_by_digest_and_alike():
+def test_workflow_actions_pin_digests():
     lines = re.findall(r"uses: (.*)", "\n".join(WORKFLOWS.values()))
     actions = {line for line in lines if not line.startswith("./")}
     assert len(actions) >= 5
@@ -31,13 +31,13 @@ def test_actions_are_pinned_by_digest_and_alike():
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_workflows_may_only_read_unless_a_job_says_more(name):
+def test_workflows_have_read_permissions_and_timeouts(name):
     assert "\npermissions:\n  contents: read\n\n" in WORKFLOWS[name]
     jobs = WORKFLOWS[name].count("runs-on:")
     assert WORKFLOWS[name].count("timeout-minutes:") == jobs > 0
 
 
-def test_every_shell_script_is_checked_here_and_on_the_host():
+def test_shell_scripts_run_through_shellcheck():
     files = (path for path in (ROOT / ".ci").iterdir() if path.is_file())
     scripts = sorted(f".ci/{path.name}" for path in files if not path.suffix)
     for text in (WORKFLOWS["tests"], (ROOT / ".ci" / "run").read_text("utf-8")):
@@ -46,12 +46,12 @@ def test_every_shell_script_is_checked_here_and_on_the_host():
 
 
 @pytest.mark.skipif(not shutil.which("actionlint"), reason="the program is not installed")
-def test_the_workflows_are_as_the_host_wants_them():
+def test_workflows_pass_actionlint():
     done = subprocess.run(["actionlint"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert not done.stdout
 
 
-def test_the_pythons_are_those_of_the_classifiers():
+def test_workflow_pythons_match_classifiers():
     classifiers = "\n".join(PROJECT["classifiers"])
     promised = re.findall(r"Python :: (3\.\d+)$", classifiers, re.MULTILINE)
     matrix = re.search(r"python: \[(.*)\]", WORKFLOWS["tests"])
@@ -60,7 +60,7 @@ def test_the_pythons_are_those_of_the_classifiers():
     assert PROJECT["requires-python"] == f">={promised[0]}"
 
 
-def test_the_oldest_versions_are_those_of_the_dependencies():
+def test_oldest_versions_match_dependencies():
     script = (ROOT / ".ci" / "sharding_versions").read_text("utf-8")
     pins = re.search(r"oldest=\((.*)\)", script)
     assert pins
@@ -70,7 +70,7 @@ def test_the_oldest_versions_are_those_of_the_dependencies():
         assert oldest.get(name, version).startswith(version)
 
 
-def test_one_version_everywhere():
+def test_version_agrees_across_files():
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert PROJECT["version"] == optaxclip.__version__
     assert f"\nversion: {PROJECT['version']}\n" in citation
@@ -86,7 +86,7 @@ def test_one_version_everywhere():
         ("v0.1.0", "## [Unreleased]", "no heading"),
     ],
 )
-def test_only_a_tag_of_the_version_with_a_dated_entry_may_publish(tmp_path, tag, heading, reason):
+def test_release_script_requires_matching_tag_and_date(tmp_path, tag, heading, reason):
     for name in ("pyproject.toml", "CITATION.cff", "optaxclip/__init__.py", ".ci/release_version"):
         text = (ROOT / name).read_text("utf-8").replace(PROJECT["version"], "0.1.0")
         if name == "CITATION.cff":
@@ -101,13 +101,13 @@ def test_only_a_tag_of_the_version_with_a_dated_entry_may_publish(tmp_path, tag,
     assert (reason or "may be published") in done.stdout + done.stderr
 
 
-def test_the_form_for_bugs_asks_for_the_report_of_versions():
+def test_bug_form_names_report_command():
     form = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text("utf-8")
     assert "import jax; jax.print_environment_info()" in form
     assert "`optaxclip.__version__`" in form
 
 
-def test_files_that_a_wheel_lacks_or_should_not_hold_are_named(tmp_path):
+def test_package_contents_reports_missing_and_extra_files(tmp_path):
     place = ROOT / ".ci" / "package_contents.py"
     spec = importlib.util.spec_from_file_location("package_contents", place)
     contents = importlib.util.module_from_spec(spec)

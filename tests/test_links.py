@@ -48,7 +48,7 @@ def defines(path, name):
     return bool(re.search(definition, path.read_text("utf-8"), re.MULTILINE))
 
 
-def test_links_lead_to_files_and_headings_of_the_repository(links, inner):
+def test_links_lead_to_repository_files_and_headings(links, inner):
     assert len(inner) > 100
     broken = []
     for page, link in inner:
@@ -63,7 +63,7 @@ def test_links_lead_to_files_and_headings_of_the_repository(links, inner):
     assert not broken
 
 
-def test_links_lead_to_pages_and_headings_of_the_site(links, inner):
+def test_links_lead_to_site_pages_and_headings(links, inner):
     names, broken = links.places_of_names(), []
     pages = {links.site_path(page): text for page, text in PAGES.items() if links.site_path(page)}
     known = {page: links.anchors(text) for page, text in pages.items()}
@@ -79,7 +79,7 @@ def test_links_lead_to_pages_and_headings_of_the_site(links, inner):
     assert not broken
 
 
-def test_the_reference_can_be_read_in_the_repository():
+def test_reference_pages_contain_no_directives():
     stubs = re.findall(
         r"^(docs/api/.*): *(:::.*)$",
         "\n".join(f"{page}: {line}" for page, text in PAGES.items() for line in text.splitlines()),
@@ -88,7 +88,7 @@ def test_the_reference_can_be_read_in_the_repository():
     assert not stubs, "a link to the file of the name, as in the lines beside it"
 
 
-def test_the_site_has_its_own_links_in_their_place(links):
+def test_links_rewrite_repository_paths_for_site(links):
     text = "[a](../CONTRIBUTING.md#rules) [b](../optaxclip/ops.py#optaxclip.ops.clip_by_norm)"
     text += " [c](https://a.b) [d](which.md)\n```text\n[e](../CONTRIBUTING.md)\n```\n"
     assert links.rewritten(text, "docs/new.md") == (
@@ -98,7 +98,7 @@ def test_the_site_has_its_own_links_in_their_place(links):
     assert links.rewritten("[a](docs/adding.md)", "CONTRIBUTING.md") == "[a](adding.md)"
 
 
-def test_a_line_of_the_reference_becomes_what_a_docstring_says(links):
+def test_links_rewrite_reference_lines_to_directives(links):
     text = (
         "## Norms\n\n- [`optaxclip.norms`](../../optaxclip/norms.py#optaxclip.norms)\n"
         "- [`optaxclip.norms.lp`](../../optaxclip/norms.py#optaxclip.norms.lp)\n"
@@ -109,7 +109,7 @@ def test_a_line_of_the_reference_becomes_what_a_docstring_says(links):
     )
 
 
-def test_building_the_site_finds_what_leads_nowhere(links, tmp_path):
+def test_links_find_broken_links_of_site(links, tmp_path):
     page = '<h1 id="top">a</h1><a href="#top">1</a><a href="#no">2</a><img src="no.png">'
     others = '<a href="there/">3</a><a href="there/#no">4</a><a href="https://a.b/#c">5</a>'
     (tmp_path / "there").mkdir()

@@ -25,14 +25,14 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("kind", "said", "call"), ROWS, ids=[row[1] for row in ROWS])
-def test_an_error_says_what_came_and_what_to_do(kind, said, call):
+def test_error_messages_match_tables(kind, said, call):
     with pytest.raises(kind, match=f"(?s){said}") as raised:
         call()
     assert len(str(raised.value)) < 500
 
 
 @pytest.mark.parametrize("name", WRONG_VALUES)
-def test_an_error_names_the_argument(name):
+def test_invalid_values_raise_with_argument_name(name):
     make = operator.attrgetter(name)(optaxclip)
     for argument, values in WRONG_VALUES[name].items():
         for value in values:

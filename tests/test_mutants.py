@@ -51,7 +51,7 @@ SURVIVORS = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("git"), reason="the tool asks git for the files")
-def test_finds_the_hole(tmp_path):
+def test_mutants_tool_finds_untested_line(tmp_path):
     files = {"optaxclip/tiny.py": CODE, "tests/test_tiny.py": TEST, "optaxclip/__init__.py": ""}
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)

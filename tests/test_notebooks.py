@@ -38,7 +38,7 @@ def code_cells(notebook):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_stored_with_outputs(path):
+def test_notebooks_contain_valid_outputs(path):
     notebook = read(path)
     nbformat.validate(notebook)
     assert 'pip install ".[notebooks]"' in notebook.cells[0].source
@@ -53,7 +53,7 @@ def test_stored_with_outputs(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_all_draw_in_one_style(path):
+def test_notebooks_share_plot_style(path):
     """With the colours of `optaxclip.plots`, and room for what stands around the axes."""
     code = "\n".join(cell.source for cell in code_cells(read(path)))
     assert "plt.show(" not in code
@@ -87,7 +87,7 @@ def as_a_reader(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "path", slow_unless(lambda path: path == FIRST, NOTEBOOKS), ids=lambda path: path.stem
 )
-def test_runs(path, capsys):
+def test_notebooks_run_with_fewer_steps(path, capsys):
     code = "\n".join(cell.source for cell in code_cells(shortened(path)))
     exec(compile(code, path.stem, "exec"), {})
     assert pyplot.get_fignums()
@@ -109,7 +109,7 @@ def printed(cell):
 @pytest.mark.parametrize(
     "path", slow_unless(lambda path: path == FIRST, NOTEBOOKS), ids=lambda path: path.stem
 )
-def test_what_is_stored_is_what_is_printed_today(path, monkeypatch, tmp_path):
+def test_notebooks_reproduce_stored_output(path, monkeypatch, tmp_path):
     """In a kernel, compiled as a reader's: another way of rounding leads a long run elsewhere."""
     for package in ("flax", "sklearn", "ipykernel", "nbclient"):
         pytest.importorskip(package)

@@ -81,7 +81,7 @@ def other(option, default):
 
 @pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", MADE)
-def test_each_option_acts(name):
+def test_options_change_traced_program(name):
     function, given = MADE[name], GIVEN.get(name, {})
     usual = traced(function(**given))
     for option, parameter in inspect.signature(function).parameters.items():
@@ -95,7 +95,7 @@ def test_each_option_acts(name):
 
 
 @pytest.mark.parametrize("name", [name for name in MADE if name.startswith("thresholds.")])
-def test_every_argument_changes_the_rule(name):
+def test_rule_arguments_change_rule(name):
     make, given = MADE[name], GIVEN.get(name, {})
     usual = jax.tree.flatten(make(**given))
     for option, parameter in inspect.signature(make).parameters.items():
@@ -105,7 +105,7 @@ def test_every_argument_changes_the_rule(name):
 
 
 @pytest.mark.parametrize("name", [*MADE, "monitor.noise_scale"])
-def test_numbers_may_have_any_dtype(name):
+def test_numeric_options_accept_any_dtype(name):
     """Types are promoted strictly here, so nothing else is mixed with float32."""
 
     def formats(given):

@@ -161,7 +161,7 @@ TABLES = {
     ),
     "rules: numbers of any dtype": Table(
         "rule that learns",
-        lambda: cases("thresholds/test_rules_numbers.py", "test_numbers_may_have_any_dtype"),
+        lambda: cases("thresholds/test_rules_numbers.py", "test_rule_arguments_accept_any_dtype"),
     ),
     "rules: norms beyond float32": Table(
         "rule that learns",
@@ -179,7 +179,7 @@ TABLES = {
     "norms: which.md": Table("norm", lambda: named_in(row("docs/which.md", "| norm"), "norms")),
     "norms: the contract": Table("norm", lambda: named_in(CONTRACT, "norms") | {"l2"}),
     "norms: by name": Table(
-        "norm", lambda: cases("engine/test_norms.py", "test_norms_by_name"), {"lp": IN_CODE}
+        "norm", lambda: cases("engine/test_norms.py", "test_as_norm_accepts_names"), {"lp": IN_CODE}
     ),
     "norms: promises": Table(
         "norm", lambda: {x.split("(")[0] for x in loaded("engine/test_promises.py")["NORMS"]}
@@ -276,7 +276,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_has_all(name):
+def test_tables_cover_all_public_parts(name):
     kind, names, without = TABLES[name]
     assert KINDS[kind]
     missing = KINDS[kind] - {*names()}

@@ -141,7 +141,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("function", "numbers"), CASES)
-def test_defaults(function, numbers):
+def test_defaults_match_published_values(function, numbers):
     parameters = inspect.signature(function).parameters
     assert {name: parameters[name].default for name in numbers} == numbers
 
@@ -150,7 +150,7 @@ def is_plain(default):
     return default is None or isinstance(default, bool)
 
 
-def test_all_defaults_are_checked():
+def test_default_table_covers_all_public_defaults():
     checked = {}
     for function, numbers in CASES:
         checked.setdefault(function, set()).update(numbers)

@@ -14,12 +14,12 @@ BLOCKS = shown_code.blocks("README.md")
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[-1][:40])
-def test_code_runs(block):
+def test_readme_code_runs(block):
     shown_code.run(block, "README.md")
 
 
 @pytest.mark.parametrize("first", ["", "optaxclip.monitor.record(1000), "])
-def test_what_the_clip_did_is_shown_with_the_record_of_the_next_sentence_too(first):
+def test_quick_start_reports_norm_and_factor(first):
     assert "optaxclip.monitor.record(1000)` first in the chain. After" in README.read_text("utf-8")
     block = BLOCKS[0].replace("optax.chain(", f"optax.chain({first}")
     shown = shown_code.run(block, "README.md")
@@ -31,11 +31,11 @@ def test_what_the_clip_did_is_shown_with_the_record_of_the_next_sentence_too(fir
     assert scalars["clip_by_global_norm/factor"] == pytest.approx(0.2)
 
 
-def test_there_is_code():
+def test_readme_contains_code():
     assert BLOCKS
 
 
-def test_each_command_begins_with_an_environment_of_its_own():
+def test_commands_create_virtual_environment():
     """Debian's Python refuses to install packages elsewhere; `.ci/run` runs the first command."""
     (text,) = re.findall(r"```sh\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     commands = [line for line in text.splitlines() if not line.startswith("#")]
@@ -58,11 +58,11 @@ def test_readme_has_at_most_120_lines():
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\((?!https)([^)]+)\)", README.read_text()))
-def test_files_that_it_shows_exist(path):
+def test_readme_links_exist(path):
     assert (README.parent / path.partition("#")[0]).is_file()
 
 
-def test_letters_of_pictures_can_be_read_on_a_phone(monkeypatch):
+def test_figure_text_stays_legible_on_phones(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(README.parent / "docs")
     pictures = importlib.import_module("pictures")
@@ -72,7 +72,7 @@ def test_letters_of_pictures_can_be_read_on_a_phone(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:there are only .* norms", "ignore:ordinary norms reach")
-def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
+def test_pictures_script_draws_all_figures(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     docs = README.parent / "docs"
     monkeypatch.syspath_prepend(docs)

@@ -54,7 +54,7 @@ def table(tmp_path):
     return TableFile(tmp_path / "scale.csv", KEYS, COLUMNS)
 
 
-def test_the_text_is_that_of_different_files_some_of_them_held_out(tmp_path):
+def test_text_separates_held_out_files(tmp_path):
     for number in range(100):
         (tmp_path / f"{number}.py").write_text(f"number = {number:05}\n")
         (tmp_path / f"copy_{number}.md").write_text(f"number = {number:05}\n")
@@ -73,7 +73,7 @@ def test_the_text_is_that_of_different_files_some_of_them_held_out(tmp_path):
         text.read(10_000, [tmp_path / "site-packages"])
 
 
-def test_turned_queries_and_keys_know_how_far_apart_they_stand():
+def test_rotary_embedding_depends_only_on_distance():
     keys = jax.random.split(jax.random.key(0))
     q, k = (jnp.tile(jax.random.normal(key, (1, 1, 8)), (6, 1, 1)) for key in keys)
     products = jax.jit(lambda q, k: text_model.turned(q)[:, 0] @ text_model.turned(k)[:, 0].T)(q, k)
@@ -84,7 +84,7 @@ def test_turned_queries_and_keys_know_how_far_apart_they_stand():
     np.testing.assert_allclose(products[0, 0], q[0, 0] @ k[0, 0], rtol=1e-5)
 
 
-def test_rows_stay_in_the_file(tmp_path):
+def test_table_file_appends_rows_after_interruption(tmp_path):
     path = tmp_path / "new" / "rows.csv"
     table = TableFile(path, ("case", "seed"), ("loss",))
     table.add(case="a, b", seed=1, loss=0.5)
@@ -134,7 +134,7 @@ def test_rates_and_thresholds_are_found_by_runs_of_their_own(corpus, table, monk
     assert scale.missing(rows) == ""
 
 
-def test_a_run_goes_on_and_says_what_is_missing(corpus, table, monkeypatch, capsys):
+def test_scale_study_resumes_and_reports_missing_runs(corpus, table, monkeypatch, capsys):
     study, done = Study(SMALL, corpus, table), []
 
     def ended(run):
@@ -167,7 +167,7 @@ def losses(study, run):
     return [float(x) for x in row["losses"].split()], row
 
 
-def test_the_decoder_of_a_cpu_learns(corpus, table):
+def test_small_decoder_learns(corpus, table):
     """The program that a GPU runs, at a hundredth of its size."""
     assert 10**5 < CPU.parameters < 2 * 10**5
     assert 10**7 < SIZES["gpu"].parameters < 3 * 10**7
@@ -186,7 +186,7 @@ def test_the_decoder_of_a_cpu_learns(corpus, table):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", scale.OPTIMIZERS)
 @pytest.mark.parametrize("method", [BEST, "zclip", "autoclip"])
-def test_each_case_of_the_decoder(optimizer, method, corpus, table):
+def test_decoder_runs_all_optimizers_methods_and_cases(optimizer, method, corpus, table):
     study = Study(SMALL, corpus, table)
     found = {}
     for case in CASES:
@@ -199,7 +199,7 @@ def test_each_case_of_the_decoder(optimizer, method, corpus, table):
     assert found["bad stretch"] != found["no fault"]
 
 
-def test_the_page_on_evidence_has_the_tables_of_the_rows():
+def test_evidence_page_matches_scale_table():
     docs = Path(__file__).parents[1] / "docs"
     page = (docs / "evidence.md").read_text("utf-8")
     shown = page.partition("## Larger models\n")[2].partition("\n## ")[0]

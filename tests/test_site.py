@@ -59,7 +59,7 @@ def skip_without_packages(block):
     slow_unless(lambda page, block: "/recipes/" not in page, BLOCKS),
     ids=lambda text: text.strip().splitlines()[-1][:40],
 )
-def test_code_runs(page, block):
+def test_site_code_runs(page, block):
     skip_without_packages(block)
     found = shown_code.run(block, page)
     if "losses" in found:
@@ -102,7 +102,7 @@ def test_code_runs(page, block):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_code_runs_in_a_process_of_its_own(name):
+def test_keras_and_wandb_code_runs_in_subprocess(name):
     skip_without_packages(ALONE[name])
     code = f"{ALONE[name]}\nassert losses[-1] < losses[0] / 2\n"
     if name == "wandb":
@@ -126,13 +126,13 @@ NEEDED = {"jax", "numpy", "optax", "optaxclip", *sys.stdlib_module_names}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_says_what_its_programs_need(page):
+def test_pages_list_required_packages(page):
     used = {name for block in shown_code.blocks(page) for name in packages_of(block)} - NEEDED
     said = set(" ".join(re.findall(r"`pip install ([^`]*)`", PAGES[page])).split())
     assert {CALLED.get(name, name) for name in used} <= said
 
 
-def test_code_fits_the_page():
+def test_site_code_fits_page_width():
     """At 1280 pixels there is room for 85 letters."""
     shown = {
         page: "\n".join(shown_code.blocks(page) + shown_code.blocks(page, "text"))
@@ -142,11 +142,11 @@ def test_code_fits_the_page():
     assert not long
 
 
-def test_there_is_code():
+def test_site_contains_code():
     assert len(BLOCKS) >= 25
 
 
-def test_the_reference_has_every_public_name():
+def test_reference_documents_all_public_names():
     documented = {id(operator.attrgetter(name)(optaxclip)) for name in REFERENCE}
     names = public()
     assert len(names) > 100
@@ -170,11 +170,11 @@ def test_readme_table_lists_eight_methods():
     assert set(named) <= set(public())
 
 
-def test_no_name_is_in_the_reference_twice():
+def test_reference_documents_names_once():
     assert len(set(REFERENCE)) == len(REFERENCE)
 
 
-def test_no_page_counts_the_lines_of_another_project():
+def test_pages_cite_no_line_numbers():
     """They move with every commit there: the name of the function stays."""
     found = {
         page: re.findall(r"\.(?:py|ya?ml):\d+|\bline \d+", text) for page, text in PAGES.items()
@@ -182,14 +182,14 @@ def test_no_page_counts_the_lines_of_another_project():
     assert not {page: places for page, places in found.items() if places}
 
 
-def test_the_menu_has_every_page_and_notebook():
+def test_menu_lists_all_pages_and_notebooks():
     pages = [page.removeprefix("docs/") for page in PAGES]
     notebooks = [f"notebooks/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")]
     missing = {page for page in (*pages, *notebooks) if f": {page}\n" not in MENU}
     assert missing == {"evidence_figures.md"}  # which the page on evidence links
 
 
-def test_no_two_items_of_the_menu_have_one_title():
+def test_menu_titles_stay_unique():
     titles = re.findall(r"^ *- (.+?):", MENU, re.MULTILINE)
     assert len(titles) > 30
     assert len(set(titles)) == len(titles)
@@ -202,7 +202,7 @@ def docstrings(monkeypatch):
     return importlib.import_module("docstrings")
 
 
-def test_docstrings_become_markdown(docstrings):
+def test_docstrings_convert_to_markdown(docstrings):
     text = (
         "Title of `optaxclip.clip` (`docs/faq.md`).\n\n"
         "As in::\n\n  a = 1\n\n  b = 2\n\nText.\n\n  x | y\n  --|--\n  1 | 2\n\n"
@@ -220,7 +220,7 @@ def test_docstrings_become_markdown(docstrings):
     )
 
 
-def test_the_reference_names_options_once(docstrings):
+def test_reference_lists_shared_options_once(docstrings):
     import griffe
 
     extensions = griffe.load_extensions(docstrings.Docstrings)
@@ -234,7 +234,7 @@ def test_the_reference_names_options_once(docstrings):
     assert "A `ThresholdRule`" in package["thresholds.averages.zscore"].docstring.value
 
 
-def test_the_reference_shows_the_values_of_defaults(docstrings):
+def test_reference_shows_default_values(docstrings):
     from griffe import load_extensions, temporary_visited_package
 
     files = {"a.py": "SIZE = 3", "b.py": "from p.a import SIZE\ndef f(x=SIZE, y=None): ..."}

@@ -72,7 +72,7 @@ def row(table, name):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_percentiles_stand_beside_nothing_on_adamw(tables):
+def test_claims_compare_autoclip_with_no_clipping_on_adamw(tables):
     # The gain is 1.99, of which 0.2 less is a tenth.
     assert row(tables["AutoClip"], "`autoclip`") == [
         *("`autoclip`", "0.810", "0 %", "+10.1 (+10.1 to +10.1)")
@@ -80,17 +80,17 @@ def test_percentiles_stand_beside_nothing_on_adamw(tables):
     assert "sgd" not in tables["AutoClip"]
 
 
-def test_rates_that_are_too_high(tables):
+def test_claims_compare_zclip_at_high_learning_rates(tables):
     assert row(tables["ZClip"], "none")[1:4] == ["3.000", "3.000", "100 %"]
     found = row(tables["ZClip"], "`zclip` (paper)")
     assert found == ["`zclip` (paper)", "1.510", "1.510", "0 %", "+25.1 (+25.1 to +25.1)"]
 
 
-def test_spikes_are_those_of_adamw(tables):
+def test_claims_compare_spam_on_adamw_spikes(tables):
     assert row(tables["SPAM"], "SPAM")[1:] == ["1.510", "0 %", "-25.1 (-25.1 to -25.1)"]
 
 
-def test_batches(tables):
+def test_claims_compare_agc_across_batch_sizes(tables):
     assert row(tables["AGC"], "none") == ["16", "none", "0.2", "0.300", "0.2"]
     assert row(tables["AGC"], "`adaptive_grad_clip`") == [
         "128",

@@ -58,7 +58,7 @@ def drawn(name, steps=400, seed=0):
     return jax.tree.map(np.asarray, run(number, jax.random.key(seed), steps))
 
 
-def test_what_each_fault_does():
+def test_faults_have_documented_effects():
     none, spike, tails, nan, jump, stretch = map(drawn, faults.FAULTS)
     assert not none.is_scrambled.any()
     assert not none.is_nan.any()
@@ -83,7 +83,7 @@ def test_what_each_fault_does():
     assert all(50 <= step < 150 for step in first)
 
 
-def test_watched_counts_the_steps_that_change():
+def test_watched_counts_changed_steps():
     stage = methods.watched(optaxclip.clip_by_global_norm(1.0))
     state, update = stage.init(jnp.zeros(2)), jax.jit(stage.update)
     for grads in ([0.1, 0.0], [3.0, 0.0], [jnp.nan, 0.0], [0.0, 2.0]):
@@ -92,13 +92,13 @@ def test_watched_counts_the_steps_that_change():
     assert methods.steps_changed(state) == 3
 
 
-def test_the_edge_is_the_largest_rate_that_is_nearly_best():
+def test_edge_selects_largest_nearly_best_learning_rate():
     rates = np.array([0.1, 0.2, 0.4, 0.8])
     assert plan.edge(rates, np.array([2.0, 1.0, 1.04, 3.0]), start=2.0) == 0.4
     assert plan.edge(rates, np.array([2.0, 1.0, 1.06, 3.0]), start=2.0) == 0.2
 
 
-def test_a_lost_run_counts_as_untrained():
+def test_lost_run_counts_as_untrained():
     held_out = np.array(
         [[3.0, 2.0, 1.0, 1.0, 1.0], [3.0, 2.0, 1.0, np.nan, np.nan], [3.0, 1, 4, 4, 4]]
     )
@@ -107,7 +107,7 @@ def test_a_lost_run_counts_as_untrained():
 
 
 @pytest.mark.parametrize("noise", [None, 0.5])
-def test_a_cell_is_what_a_loop_gives(noise):
+def test_study_cell_matches_manual_loop(noise):
     task, of = a_line(noise), Cell("line", "sgd", "constant (best)")
     method = tables.methods_for(noise is not None, "sgd")[of.method]
     runner = running.Runner(task, "sgd", method, TINY)
@@ -160,7 +160,7 @@ def by_hand(task, names):
         yield held_out, norms
 
 
-def test_microbatches_leave_out_the_bad_one():
+def test_microbatch_rejection_saves_run_from_nan():
     method = methods.METHODS["microbatches"]
     runner = running.Runner(a_line(), "sgd", method, TINY)
     plain = running.Runner(a_line(), "sgd", methods.METHODS["none"], TINY)
@@ -176,13 +176,13 @@ def test_microbatches_leave_out_the_bad_one():
     ("optimizer", "name"),
     [(of, name) for of in ("adamw", "sgd", "muon") for name in tables.methods_for(False, of)],
 )
-def test_every_method_runs(optimizer, name):
+def test_study_methods_run_with_finite_losses(optimizer, name):
     method = tables.methods_for(False, optimizer)[name]
     outcome, _ = running.Runner(a_line(), optimizer, method, TINY)([0.01], ["none"], [0], 1.0)
     assert np.isfinite(outcome.held_out).all()
 
 
-def test_a_study_goes_on_where_it_stopped(tmp_path):
+def test_study_resumes_after_interruption(tmp_path):
     path = tmp_path / "study.jsonl"
     found = Found(0.1, {0.1: 1.0}, 2.0, 3.0)
     whole, half = Cell("line", "sgd", "none"), Cell("line", "sgd", "ZClip")
@@ -215,7 +215,7 @@ LOSSES = np.array(
 )
 
 
-def test_steps_to_recover_count_from_each_run_s_own_bad_step():
+def test_steps_to_recover_count_from_bad_step():
     steps = curves.steps_to_recover(LOSSES[[0, 0, 0]], np.array([50, 53, 40]), every=10)
     assert steps.tolist() == [60.0, 57.0, 70.0]
     # With a margin of 0.4 the mean of 3, 2 and 2 is low enough.
@@ -223,7 +223,7 @@ def test_steps_to_recover_count_from_each_run_s_own_bad_step():
     assert steps.tolist() == [50.0, 47.0, 70.0]
 
 
-def test_what_is_not_finite_is_not_back():
+def test_steps_to_recover_ignore_nonfinite_losses():
     lost, was_lost = LOSSES[1].copy(), LOSSES[1].copy()
     lost[6:], was_lost[4:] = math.nan, math.nan
     steps = curves.steps_to_recover(np.stack([lost, was_lost]), 50, every=10)
@@ -233,6 +233,6 @@ def test_what_is_not_finite_is_not_back():
 
 
 @pytest.mark.parametrize("onset", [29, 120])
-def test_recovery_needs_losses_before_and_after(onset):
+def test_steps_to_recover_require_losses_around_onset(onset):
     with pytest.raises(ValueError, match=rf"onset must leave 3 .*, got \[{onset}\] for 12"):
         curves.steps_to_recover(LOSSES, onset, every=10)

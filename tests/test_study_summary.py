@@ -70,7 +70,7 @@ def found():
     return summary.summarize(Study.of(runs.cells(ALL)))
 
 
-def test_intervals_have_the_mean_in_them_as_often_as_they_say():
+def test_interval_covers_mean_at_nominal_rate():
     values = np.random.default_rng(3).normal(1.0, 2.0, (400, 12))
     intervals = [inference.interval(row) for row in values]
     covered = np.mean([found.low <= 1.0 <= found.high for found in intervals])
@@ -80,7 +80,7 @@ def test_intervals_have_the_mean_in_them_as_often_as_they_say():
     assert width == pytest.approx(of_student, rel=0.05)
 
 
-def test_intervals_of_equal_values_and_of_too_few():
+def test_interval_accepts_equal_values_and_rejects_single_value():
     assert inference.interval(np.full(5, 2.5)) == (2.5, 2.5, 2.5)
     low_and_high = inference.interval(np.array([1.0, 2.0]))
     assert low_and_high.mean == 1.5
@@ -88,7 +88,7 @@ def test_intervals_of_equal_values_and_of_too_few():
         inference.interval(np.array([1.0]))
 
 
-def test_sign_flips_by_hand_and_beside_scipy():
+def test_sign_flip_matches_manual_counts_and_scipy():
     # Of the eight sums +-1 +-2 +-3 two are as far from 0 as 6, four as far as 4.
     assert inference.sign_flip(np.array([1.0, 2.0, 3.0])) == 2 / 8
     assert inference.sign_flip(np.array([-1.0, 2.0, 3.0])) == 4 / 8
@@ -103,14 +103,14 @@ def test_sign_flips_by_hand_and_beside_scipy():
         inference.sign_flip(np.ones(21))
 
 
-def test_holm_by_hand():
+def test_holm_matches_manual_correction():
     # In order 0.01, 0.02, 0.03, 0.04, times 4, 3, 2, 1, and none below the one before it.
     assert inference.holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
     assert inference.holm([0.6, 0.7]) == [1.0, 1.0]
     assert inference.holm([]) == []
 
 
-def test_lost_runs_count_with_their_start():
+def test_lost_runs_count_with_initial_loss():
     losses = [[3.0, 1.0, 1.0, 1.0], [3.0, 1.0, None, 1.0], [3.0, 2.0, 9.0, 1.0], [3.0, 1, 2, 3]]
     same = [{**ALL[0], "held_out": x, "seed": seed} for seed, x in enumerate(losses)]
     (cell,) = runs.cells(same).values()
@@ -118,12 +118,12 @@ def test_lost_runs_count_with_their_start():
     assert cell.end.tolist() == [1.0, 3.0, 3.0, 2.0]
 
 
-def test_a_run_that_is_there_twice_is_an_error():
+def test_duplicate_runs_raise():
     with pytest.raises(ValueError, match=r"got two of .*seed 0"):
         runs.cells([ALL[0], ALL[0]])
 
 
-def test_seeds_are_paired_and_pairs_have_one_unit(found):
+def test_study_differences_pair_seeds(found):
     study = found.study
     assert study.gains[PAIRS[1]] == pytest.approx(10 * study.gains[PAIRS[0]], rel=0.1)
     differences = study.differences(PAIRS[1], "helper", "none", CASES["tails"])
@@ -133,7 +133,7 @@ def test_seeds_are_paired_and_pairs_have_one_unit(found):
     assert np.std(list(differences.values())) < 0.015
 
 
-def test_verdicts_on_what_helps_harms_and_does_nothing(found):
+def test_study_verdicts_separate_helpful_and_harmful_methods(found):
     expected = {"constant (best)": HELPS, "helper": HELPS, "harmer": HARMS, "idle": UNCLEAR}
     for name in ("edge", "spike", "tails", "nan", "jump", "stretch"):
         assert {method: of.verdict for method, of in found.pooled[name].items()} == expected
@@ -153,13 +153,13 @@ def test_verdicts_on_what_helps_harms_and_does_nothing(found):
     assert found.helps_nowhere() == ["harmer"]
 
 
-def test_a_sure_but_tiny_difference_is_none_that_matters():
+def test_tiny_differences_count_as_unclear():
     tiny = comparing.Comparison(inference.Interval(0.004, 0.003, 0.005), 0.001, 2, SEEDS)
     assert tiny.verdict == UNCLEAR
     assert tiny._replace(share=inference.Interval(-0.006, -0.007, -0.005)).verdict == HARMS
 
 
-def test_the_private_task_stands_apart_beside_the_best_constant(found):
+def test_private_task_compares_separately_with_best_constant(found):
     assert PAIRS[2] not in found.pairs
     of_private = found.single["tails"][PAIRS[2]]
     assert "constant (best)" not in of_private
@@ -167,7 +167,7 @@ def test_the_private_task_stands_apart_beside_the_best_constant(found):
     assert found.pairs_with(HELPS, "helper", CASES["tails"]) == sorted(PAIRS[:2])
 
 
-def test_the_best_rate_is_each_method_s_own(found):
+def test_best_case_uses_best_rate_per_method(found):
     # Where the calm rate is worth 0 for all, the one that harms is best off.
     study = found.study
     assert study.cell(PAIRS[0], "harmer", CASES["best"]) == study.cell(
@@ -184,12 +184,12 @@ def test_the_best_rate_is_each_method_s_own(found):
     np.testing.assert_array_equal(of_fault.end, study.cell(PAIRS[0], "helper", CASES["spike"]).end)
 
 
-def test_lines_beside_runs_and_cells_of_one_seed_are_left_out():
+def test_cells_ignore_settings_and_single_seed_cells():
     others = [{"settings": {}, "versions": {}}, {"pair": ["text", "adamw"], "found": {}}]
     assert len(runs.cells([*others, *ALL[: SEEDS + 1]])) == 1
 
 
-def test_what_is_not_known_is_left_out():
+def test_summary_omits_unknown_values():
     uncounted = [{**x, "clipped": None, "onset": 10} for x in ALL if x["fault"] == "spike"]
     study = Study.of(runs.cells(uncounted))
     of_none = summary.summarize(study)
@@ -197,7 +197,7 @@ def test_what_is_not_known_is_left_out():
     assert of_none.recovery("helper", CASES["spike"]) is None  # two losses before it are too few
 
 
-def test_shares_of_runs_and_steps(found):
+def test_summary_reports_lost_clipped_and_recovery_fractions(found):
     assert found.lost("none", CASES["past"]) == LOST / SEEDS
     assert found.lost("helper", CASES["past"]) == 0.0
     assert found.clipped("helper", CASES["edge"]) == 0.25
@@ -209,7 +209,7 @@ def test_shares_of_runs_and_steps(found):
     assert found.recovery("none", CASES["spike"]) == (60 - 3, 0.0)
 
 
-def test_numbers_become_text():
+def test_summary_rows_format_numbers_as_text():
     share = comparing.Comparison(inference.Interval(0.012, -0.0001, 0.5), 0.01, 2, SEEDS)
     assert [*rows.share("gain", share).values()] == ["+1.2", "0.0", "+50.0"]
     assert rows.share("gain", None) == {}
@@ -237,7 +237,7 @@ def written(tmp_path_factory):
     return folder
 
 
-def test_the_data_says_what_was_found(written, found):
+def test_evidence_csv_contains_summary(written, found):
     data = figures.read(written / "evidence.csv")
     (row,) = [
         x
@@ -256,7 +256,7 @@ def test_the_data_says_what_was_found(written, found):
     assert times == {"constant (best)": "1.00", "helper": "1.00", "harmer": "2.00", "idle": "1.00"}
 
 
-def test_what_is_marked_on_the_page_is_made_of_the_runs(written):
+def test_evidence_page_contains_figures_of_runs(written):
     text = (written / "evidence.md").read_text()
     assert "1,440 runs of 200 steps, 12 seeds of each; jax 0.99." in text
     assert re.search(
@@ -268,7 +268,7 @@ def test_what_is_marked_on_the_page_is_made_of_the_runs(written):
     assert "**In clean runs**" in text  # what is written by hand stays
 
 
-def test_the_page_of_figures_has_a_table_for_each_name(written):
+def test_figures_page_fills_tables_by_heading(written):
     data = figures.read(written / "evidence.csv")
     page = figures.shown(
         "# Figures\n\n## Results by fault\n\n### Spikes\n\nText.\n\n### helper\n", data
@@ -286,7 +286,7 @@ def test_the_page_of_figures_has_a_table_for_each_name(written):
 DATA = figures.read(DOCS / "evidence.csv")
 
 
-def test_the_page_on_evidence_has_the_figures_of_the_data():
+def test_evidence_page_matches_evidence_csv():
     pytest.importorskip("matplotlib")
     page = importlib.import_module("benchmarks.research.study.page")
     text = (DOCS / "evidence.md").read_text("utf-8")
@@ -310,7 +310,7 @@ def test_recommended_tables_equal_judged_rows():
     assert [line for line in lines if line not in made] == []
 
 
-def test_every_method_fault_and_task_of_the_data_is_on_the_page_of_figures():
+def test_figures_page_lists_methods_faults_and_tasks():
     text = (DOCS / "evidence_figures.md").read_text("utf-8")
     headings = [x.lower() for x in re.findall(r"^### (.*)$", text, re.MULTILINE)]
     pooled = [row for row in DATA if row["tasks"] == figures.TOGETHER]
@@ -325,7 +325,7 @@ def test_every_method_fault_and_task_of_the_data_is_on_the_page_of_figures():
     assert not [part.splitlines()[0] for part in sections if "\n|" not in part]
 
 
-def test_pictures_are_made_and_legible(written):
+def test_study_pictures_exist_and_stay_legible(written):
     from benchmarks.research.study import pictures
 
     for name in pictures.NAMES:

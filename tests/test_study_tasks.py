@@ -47,7 +47,7 @@ def batches(name):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", TASKS)
-def test_a_bad_batch_differs_in_its_labels(name):
+def test_bad_batch_changes_only_labels(name):
     task = task_of(name)
     params, (good, bad) = batches(name)
     labels = "returns" if name == "policy" else "labels"
@@ -61,7 +61,7 @@ def test_a_bad_batch_differs_in_its_labels(name):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["lstm", "transformer"])
-def test_text_is_told_from_earlier_characters(name):
+def test_text_models_predict_from_earlier_characters(name):
     task = task_of(name)
     params, (batch, _) = batches(name)
     np.testing.assert_array_equal(batch.inputs[:, 1:], batch.labels[:, :-1])
@@ -80,7 +80,7 @@ def test_text_is_told_from_earlier_characters(name):
     assert np.sum(np.exp(of_four - of_five)) == pytest.approx(1.0, rel=1e-4)
 
 
-def test_the_held_out_text_is_the_end():
+def test_held_out_text_comes_from_end():
     found = text.library()
     assert found.train.size > 2_000_000
     assert found.train.size == pytest.approx(9 * found.held_out.size, rel=1e-3)
@@ -93,7 +93,7 @@ def test_the_held_out_text_is_the_end():
     assert found.train.tobytes().find(end.tobytes()) < 0
 
 
-def test_no_image_is_in_both():
+def test_digit_images_split_without_overlap():
     pytest.importorskip("sklearn")
     train, held_out = digits.images()
     assert train.inputs.shape == (1438, 8, 8, 1)
@@ -105,7 +105,7 @@ def test_no_image_is_in_both():
     assert not seen & unseen
 
 
-def test_the_cart_pole_is_that_of_gymnasium():
+def test_cart_pole_matches_gymnasium():
     states = np.random.default_rng(0).uniform(-1, 1, (4, 7))
     pushes = np.array([0, 1, 0, 1, 1, 0, 1])
     x, x_dot, theta, theta_dot = states
@@ -127,7 +127,7 @@ def test_the_cart_pole_is_that_of_gymnasium():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", TASKS)
-def test_a_short_run_learns(name):
+def test_tasks_learn_in_short_run(name):
     task = task_of(name)
     tx = optax.adam(1e-2)
 

@@ -15,7 +15,7 @@ def responsive(monkeypatch):
     return importlib.import_module("tables").responsive
 
 
-def test_cells_of_texts_have_the_titles_of_their_columns(responsive):
+def test_responsive_tables_label_text_cells(responsive):
     head = "<tr><th>what</th><th>a &amp; b</th></tr>"
     page = f"<p>x</p><table>{head}<tr><td>1</td><td>{LONG}</td></tr></table>"
     assert responsive(page) == (
@@ -24,14 +24,14 @@ def test_cells_of_texts_have_the_titles_of_their_columns(responsive):
     )
 
 
-def test_figures_stay_in_one_line_and_other_tables_as_they_are(responsive):
+def test_responsive_tables_mark_figures_and_skip_others(responsive):
     figures = "<table><tr><th>ms</th></tr><tr><td><code>1.00</code> / 2.00</td></tr></table>"
     assert responsive(figures) == figures.replace("<table>", "<table data-figures>")
     between = figures.replace("1.00", LONG[:50])
     assert responsive(between) == between
 
 
-def test_types_of_the_reference_are_links(monkeypatch):
+def test_annotations_link_types_of_reference(monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
     linked = importlib.import_module("annotations").linked
     ours = '<span title="optaxclip._base.types.PyTree">PyTree</span>'
@@ -44,7 +44,7 @@ def test_types_of_the_reference_are_links(monkeypatch):
     )
 
 
-def test_the_styles_know_both():
+def test_styles_define_cards_and_figures():
     styles = (DOCS / "extra.css").read_text("utf-8")
     assert "table[data-cards]" in styles
     assert "table[data-figures]" in styles

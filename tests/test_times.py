@@ -54,7 +54,7 @@ def report(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_workload_has_rows(report):
+def test_report_contains_all_workloads(report):
     assert [section["name"] for section in report["sections"]] == [*bench.WORKLOADS, *bench.LARGE]
     for section in report["sections"]:
         ways = {row["way"] for row in section["rows"]}
@@ -62,7 +62,7 @@ def test_every_workload_has_rows(report):
 
 
 @pytest.mark.slow
-def test_figures_are_numbers_and_times_positive(report):
+def test_report_contains_finite_positive_times(report):
     for section in report["sections"]:
         for row in section["rows"]:
             figures = {name: row[name] for name in row.keys() - {"case", "way"}}
@@ -74,7 +74,7 @@ def test_figures_are_numbers_and_times_positive(report):
 
 
 @pytest.mark.slow
-def test_steps_and_phases_that_are_promised(report):
+def test_report_contains_documented_cases(report):
     cases = {
         section["name"]: {row["case"] for row in section["rows"]} for section in report["sections"]
     }
@@ -107,7 +107,7 @@ def timed_methods(path, monkeypatch, *options, dtypes=("float32",)):
     return list(csv.DictReader(path.read_text().splitlines())), told
 
 
-def test_methods_are_timed_once(tmp_path, monkeypatch, capsys):
+def test_methods_benchmark_times_methods_once(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.csv"
     some_methods(monkeypatch, {"zclip", "skip_nonfinite"})
     assert timed_methods(path, monkeypatch, "--minutes", "0") == ([], [])
@@ -131,7 +131,7 @@ def test_methods_are_timed_once(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_every_method_is_timed(tmp_path, monkeypatch, capsys):
+def test_methods_benchmark_times_all_methods(tmp_path, monkeypatch, capsys):
     rows, _ = timed_methods(tmp_path / "rows.csv", monkeypatch, dtypes=("float32", "bfloat16"))
     names = {*every_method(), "clip_by_spectral_norm"}
     assert {row["method"] for row in rows} == names
@@ -148,7 +148,7 @@ def test_every_method_is_timed(tmp_path, monkeypatch, capsys):
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
-def test_bad_options(options, message, capsys):
+def test_benchmark_command_rejects_invalid_options(options, message, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(options)
     assert stop.value.code == 2
@@ -156,7 +156,7 @@ def test_bad_options(options, message, capsys):
     assert message in error
 
 
-def test_ways_take_turns():
+def test_race_alternates_between_implementations():
     calls = []
     ways = {name: lambda name=name: calls.append(name) for name in "abc"}
     with pytest.MonkeyPatch.context() as patch:
@@ -168,19 +168,19 @@ def test_ways_take_turns():
     assert {len(samples) for samples in times.values()} == {4}
 
 
-def test_ratios_are_of_rounds():
+def test_ratio_compares_times_of_same_round():
     x, y = np.array([2.0, 4.0, 9.0]), np.array([1.0, 4.0, 3.0])
     assert ratio(x, y) == Spread(2.0, 1.5, 2.5)
     assert ratio(x, -y) is None
 
 
-def test_medians_lie_in_their_quartiles():
+def test_median_lies_between_quartiles():
     for x, y in np.random.default_rng(0).lognormal(size=(100, 2, 5)):
         for found in (spread(x - y), ratio(x, y), ratio(x - y, y)):
             assert found.low <= found.median <= found.high
 
 
-def test_programs_go_on_from_their_last_result():
+def test_program_continues_from_last_result():
     grads = filled(leaves(3, 4), np.float32)
     reading = Program(read, np.float32(0), grads)
     reading()
@@ -189,7 +189,7 @@ def test_programs_go_on_from_their_last_result():
     assert float(reading.carry) == pytest.approx(2 * total)
 
 
-def test_ways_that_share_a_memory_go_on_from_each_other():
+def test_turns_with_shared_memory_continue_previous_results():
     memory = {"x": np.ones(3, np.float32), "one": np.float32(1), "sum": np.float32(0)}
     double = Turn(lambda carry: (2 * carry[0], carry[1]), memory, ("x", "one"))
     total = Turn(lambda carry, x: (carry[0] + x.sum(),), memory, ("sum",), ("x",))
@@ -202,7 +202,7 @@ def test_ways_that_share_a_memory_go_on_from_each_other():
     ("backend", "options", "is_large"),
     [("cpu", [], False), ("cpu", ["--large"], True), ("gpu", [], True), ("tpu", [], True)],
 )
-def test_accelerators_are_measured_by_what_they_are_for(backend, options, is_large, monkeypatch):
+def test_large_workloads_run_on_accelerators_or_request(backend, options, is_large, monkeypatch):
     measured = []
     monkeypatch.setattr(
         bench, "measure", lambda workloads, effort, tell: measured.append(workloads)
@@ -212,7 +212,7 @@ def test_accelerators_are_measured_by_what_they_are_for(backend, options, is_lar
     assert (bench.LARGE.keys() <= measured[0].keys()) == is_large
 
 
-def test_what_does_not_fit_is_left_out(monkeypatch):
+def test_large_steps_skip_workloads_beyond_memory(monkeypatch):
     monkeypatch.setattr("benchmarks.times.large.free_bytes", lambda: 1000.0)
     rows = large_steps(dataclasses.replace(TINY, leaf_counts=(30,)), print)
     assert {row.way for row in rows} == {"left out: too large for the free memory"}
@@ -220,18 +220,18 @@ def test_what_does_not_fit_is_left_out(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_gradients_have_the_promised_norm(dtype):
+def test_filled_gradients_have_documented_norm(dtype):
     squares = [np.square(np.asarray(leaf, np.float64)) for leaf in filled(leaves(9, 10**4), dtype)]
     assert np.sqrt(np.sum(squares)) == pytest.approx(NORM, rel=1e-2)
 
 
-def test_the_transformer():
+def test_transformer_workload_has_expected_shapes():
     shapes = filled(transformer(6, 8), np.float32)
     assert len(shapes["layers"]) == 6
     assert shapes["layers"][0]["up"]["kernel"].shape == (8, 32)
 
 
-def test_tables():
+def test_section_formats_markdown_table():
     rows = [Row("a case", "ours", {"ms": Spread(1.234, 1.0, 2.0), "extra_memory": None})]
     lines = Section("x", "A title", rows, load=0.5).markdown().splitlines()
     assert lines[0] == "### A title"
@@ -240,7 +240,7 @@ def test_tables():
     assert len({len(line) for line in lines[2:]}) == 1
 
 
-def test_a_loaded_machine_is_said_beside_the_figures(monkeypatch):
+def test_section_reports_loaded_machine(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     rows = [Row("a case", "ours", {"ms": Spread(1.234, 1.0, 2.0)})]
     for load, said in [(4.0, False), (4.1, True), (None, False)]:

@@ -48,7 +48,7 @@ def test_some(case): pass
     ],
     ids=str,
 )
-def test_it_says_how_many_cases_it_left_out(arguments, left_out, tmp_path):
+def test_pytest_reports_number_of_deselected_cases(arguments, left_out, tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -60,7 +60,7 @@ def test_it_says_how_many_cases_it_left_out(arguments, left_out, tmp_path):
     assert (said in done.stdout) == ("left out" in done.stdout) == bool(left_out)
 
 
-def test_scripts_and_hooks_are_no_tests():
+def test_pytest_collects_no_scripts_or_hooks():
     """`pytest .` would import them, and fail where the packages of an extra are missing."""
     absent = ("griffe", "jax_privacy", "mkdocs")
     arguments = ["--collect-only", "-q", "-n0", ".", "--ignore=tests", "--ignore=optaxclip"]
@@ -72,7 +72,7 @@ def test_scripts_and_hooks_are_no_tests():
 
 
 @pytest.mark.slow
-def test_a_gpu_runs_each_method_of_the_contract_and_some_of_each_other_promise():
+def test_gpu_marker_covers_contract_and_promises():
     """`test_public_parts.py` says that the contract has all transformations."""
     contract, *others = (
         *("engine/test_contract.py", "engine/test_promises.py", "engine/test_derivatives.py"),
@@ -81,6 +81,6 @@ def test_a_gpu_runs_each_method_of_the_contract_and_some_of_each_other_promise()
     options = ["--collect-only", "-q", "-n0", "-m", "gpu", contract, *others]
     command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True)
-    of_each = re.findall(r"test_clips_some_and_only_shrinks\[(.*)\]", done.stdout)
+    of_each = re.findall(r"test_methods_clip_and_only_shrink\[(.*)\]", done.stdout)
     assert of_each == list(METHODS)
     assert all(f"{file}::" in done.stdout for file in others)

@@ -9,7 +9,7 @@ ADAMW = 7.0  # parameters, gradients and two moments are read; all but the gradi
 
 @pytest.mark.parametrize("device", ["h100", "v5e"])
 @pytest.mark.parametrize("kind", ["one", "auto"])
-def test_adamw_reads_four_times_and_writes_three(device, kind):
+def test_counts_match_adamw_reads_and_writes(device, kind):
     from benchmarks.accelerators.methods import adamw
     from benchmarks.accelerators.steps import Place, compiled
 
@@ -21,7 +21,7 @@ def test_adamw_reads_four_times_and_writes_three(device, kind):
     assert not run.counts.collectives
 
 
-def test_of_two_branches_the_cheaper_one_counts_if_asked():
+def test_timed_counts_cheapest_branch_if_requested():
     from benchmarks.accelerators.steps import Place, timed
 
     everywhere = Place("h100").everywhere
@@ -39,7 +39,7 @@ def test_of_two_branches_the_cheaper_one_counts_if_asked():
 
 
 @pytest.mark.parametrize("device", ["h100", "v5e"])
-def test_a_loop_over_slices_reads_each_of_them_once(device):
+def test_timed_counts_loop_reads_once_per_slice(device):
     """A TPU's compiler does not say how often a loop turns, and slices before it sorts."""
     from benchmarks.accelerators.steps import Place, timed
 

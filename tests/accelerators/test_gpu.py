@@ -14,35 +14,35 @@ H100 = "h100"
 
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize(("dtype", "method"), aims.EACH)
-def test_in_one_piece(both, model, dtype, method):
+def test_clips_move_few_more_bytes_than_optax(both, model, dtype, method):
     ours, theirs = both(H100, model, dtype=dtype, method=method)
     aims.assert_as_cheap(method, dtype, ours, theirs)
     assert ours.counts.kernels <= theirs.counts.kernels + aims.kernels(method)
 
 
-def test_small_leaves_that_are_alike_share_kernels(both):
+def test_small_equal_leaves_share_kernels(both):
     ours, theirs = both(H100, "small", "bfloat16")
     assert ours.counts.kernels <= theirs.counts.kernels / 4
 
 
 @pytest.mark.slow
-def test_short_columns_of_narrow_entries_are_not_stored(ours):
+def test_adaptive_grad_clip_stores_no_short_bfloat16_columns(ours):
     moved = ours(H100, "resnet14", "bfloat16", method="agc").moved
     assert moved <= aims.MOVED_BY_AGC_OF_CONVOLUTIONS
 
 
-def test_narrow_columns_of_narrow_entries_are_not_stored(ours):
+def test_adaptive_grad_clip_stores_no_narrow_bfloat16_columns(ours):
     moved = ours(H100, "keys", "bfloat16", method="agc").moved
     assert moved <= aims.MOVED_BY_AGC_OF_COLUMNS
 
 
-def test_of_stacked_layers_whose_axis_is_named_agc_reads_each_leaf_twice(ours):
+def test_adaptive_grad_clip_reads_named_layers_twice(ours):
     found = ours(H100, "layers8", "bfloat16", method="agc_of_layers")
     aims.assert_no_branch(found)
     assert found.moved <= aims.MOVED_BY_AGC_OF_LAYERS
 
 
-def test_a_skip_a_record_and_a_rule_share_one_read(both):
+def test_skip_record_and_zclip_share_single_read(both):
     """Of four layers: ours has fewer kernels for each than Optax's skip, and more beside them."""
     ours, theirs = both(H100, method="skip_record_zclip")
     aims.assert_no_branch(ours)
@@ -51,7 +51,7 @@ def test_a_skip_a_record_and_a_rule_share_one_read(both):
 
 
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
-def test_a_scale_of_the_loss_shares_the_read_of_a_clip(both, model):
+def test_scale_loss_shares_read_with_clip(both, model):
     ours, theirs = both(H100, model, method="scale_loss")
     aims.assert_no_branch(ours)
     assert ours.moved == pytest.approx(1.0, abs=aims.MORE_MOVED)
@@ -61,21 +61,21 @@ def test_a_scale_of_the_loss_shares_the_read_of_a_clip(both, model):
 @pytest.mark.parametrize(
     "mesh", slow_unless(lambda mesh: mesh == "one", ["one", "auto", "explicit", "shard_map"])
 )
-def test_a_histogram_reads_once_where_it_counts_and_nothing_elsewhere(mesh):
+def test_histogram_reads_once_only_on_counted_steps(mesh):
     aims.assert_counts_in_one_read(H100, mesh)
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize("dtype", aims.DTYPES)
-def test_statistics_of_gradients_share_the_read_of_a_clip(ours, model, dtype):
+def test_statistics_share_read_with_clip(ours, model, dtype):
     found = ours(H100, model, dtype=dtype, method="statistics")
     aims.assert_no_branch(found)
     assert found.moved == pytest.approx(1.0, abs=aims.MORE_MOVED)
 
 
 @pytest.mark.parametrize(("method", "inner"), aims.EVENTS)
-def test_events_share_the_read_of_what_they_go_around(ours, method, inner):
+def test_events_share_read_with_wrapped_transformation(ours, method, inner):
     found, without = ours(H100, method=method), ours(H100, method=inner)
     aims.assert_no_branch(found)
     assert found.moved <= without.moved + aims.MORE_MOVED
@@ -83,7 +83,7 @@ def test_events_share_the_read_of_what_they_go_around(ours, method, inner):
 
 
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
-def test_statistics_with_parameters_take_one_read_of_them_more(ours, model):
+def test_statistics_read_params_at_most_once(ours, model):
     found = ours(H100, model, method="statistics_params")
     aims.assert_no_branch(found)
     # AdamW reads the parameters anyway, and some statistics are taken of them then.
@@ -95,7 +95,7 @@ def test_statistics_with_parameters_take_one_read_of_them_more(ours, model):
 @pytest.mark.parametrize(
     "mesh", slow_unless(lambda mesh: mesh == "auto", ["auto", "explicit", "shard_map"])
 )
-def test_statistics_on_eight_devices(ours, model, mesh):
+def test_statistics_need_only_all_reduces_on_mesh(ours, model, mesh):
     found = ours(H100, model, mesh=mesh, method="statistics")
     aims.assert_no_branch(found)
     assert found.moved == pytest.approx(1.0, abs=aims.MORE_MOVED)
@@ -117,7 +117,7 @@ def kernels_of_one(model):
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize("mesh", ["auto", "explicit", "shard_map", "auto+specs", "explicit+specs"])
-def test_on_eight_devices(both, model, mesh):
+def test_global_norm_clip_uses_single_all_reduce(both, model, mesh):
     ours, theirs = both(H100, model, mesh=mesh)
     aims.assert_no_branch(ours)
     assert ours.moved == pytest.approx(1.0, abs=aims.MORE_MOVED)
@@ -131,7 +131,7 @@ def test_on_eight_devices(both, model, mesh):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize("mesh", ["auto", "explicit"])
-def test_a_norm_for_each_unit_on_eight_devices(both, model, mesh):
+def test_adaptive_grad_clip_gathers_norms_once(both, model, mesh):
     """Where only the compiler knows how leaves are split, norms are gathered once."""
     ours, theirs = both(H100, model, mesh=mesh, method="agc")
     aims.assert_no_branch(ours)
@@ -142,7 +142,7 @@ def test_a_norm_for_each_unit_on_eight_devices(both, model, mesh):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("method", aims.SEEDS)
-def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
+def test_seeds_in_scan_compile_without_branches(both, method):
     ours, theirs = both(H100, "seeds", method=method, whole=True)
     aims.assert_no_branch(ours)
     assert ours.counts.kernels <= theirs.counts.kernels + aims.kernels(method)
@@ -152,7 +152,7 @@ def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
 @pytest.mark.parametrize("dtype", aims.DTYPES)
 @pytest.mark.parametrize("size", aims.EXAMPLES)
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # jax-privacy calls it
-def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
+def test_clipped_grad_costs_no_more_than_jax_privacy(both, dtype, size):
     ours, theirs = both(H100, f"examples-{size}", dtype)
     assert ours.moved <= theirs.moved * aims.EQUAL
     assert ours.temporary <= theirs.temporary * aims.EQUAL
@@ -160,7 +160,7 @@ def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", aims.OF_EXAMPLES)
-def test_norms_of_examples_without_gradients_move_few_bytes(model):
+def test_ghost_norms_move_few_bytes(model):
     from benchmarks import per_example
 
     chosen = per_example.LARGE[model](jax.numpy.bfloat16)
@@ -174,7 +174,7 @@ def test_norms_of_examples_without_gradients_move_few_bytes(model):
     assert ghost.counts.branches <= 1
 
 
-def test_microbatches_that_are_judged_cost_one_norm_and_one_gradient():
+def test_accumulate_rejection_copies_gradients_only_once():
     from benchmarks.accumulating import per_microbatch
 
     by_hand, plain, judged = (
@@ -190,7 +190,7 @@ def test_microbatches_that_are_judged_cost_one_norm_and_one_gradient():
     assert (plain["branches"], judged["branches"]) == (0, 0)
 
 
-def test_gradients_that_are_not_judged_are_added_up_over_devices_after_the_loop():
+def test_accumulate_without_measuring_reduces_gradients_after_loop():
     from benchmarks.accelerators.steps import Place
     from benchmarks.accumulating import NUMBER, loss_fn, shapes
     from optaxclip import accumulate

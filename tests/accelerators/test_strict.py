@@ -11,7 +11,7 @@ from optaxclip._engine.scale import Multiplier, scale
 
 @pytest.mark.parametrize("device", ["h100", "v5e"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_no_compiler_takes_a_rounded_number_for_the_exact_one(device, dtype):
+def test_strict_rounding_multiplies_in_float32(device, dtype):
     """XLA for GPUs did: it compared a product with itself to learn how it had been rounded."""
     from benchmarks.accelerators.steps import Place
 

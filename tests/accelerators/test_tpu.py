@@ -9,7 +9,7 @@ V5E = "v5e"
 
 
 @pytest.mark.parametrize(("dtype", "method"), aims.EACH_ON_TPU)
-def test_in_one_piece(both, dtype, method):
+def test_clips_move_few_more_bytes_than_optax(both, dtype, method):
     is_narrow = dtype == "bfloat16"
     more = aims.MORE_MOVED_BY_TPU_BFLOAT16 if is_narrow else aims.MORE_MOVED
     # What AGC moves is held against the gradients' bytes too, all others' against Optax's only.
@@ -20,14 +20,14 @@ def test_in_one_piece(both, dtype, method):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", aims.DTYPES)
 @pytest.mark.parametrize("model", aims.IN_FAST_MEMORY)
-def test_where_a_model_fits_into_fast_memory(both, model, dtype):
+def test_fast_memory_clips_move_few_extra_bytes(both, model, dtype):
     ours, theirs = both(V5E, model, dtype, whole=True)
     aims.assert_no_branch(ours)
     assert ours.moved <= theirs.moved + aims.MORE_IN_FAST_MEMORY
 
 
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
-def test_on_eight_devices(both, model):
+def test_global_norm_clip_uses_single_all_reduce(both, model):
     ours, theirs = both(V5E, model, mesh="auto")
     aims.assert_no_branch(ours)
     assert +ours.counts.collectives == {"all-reduce": 1}
@@ -35,7 +35,7 @@ def test_on_eight_devices(both, model):
     assert ours.moved <= theirs.moved + aims.MORE_IN_FAST_MEMORY
 
 
-def test_of_stacked_layers_whose_axis_is_named_agc_reads_each_leaf_twice(ours):
+def test_adaptive_grad_clip_reads_named_layers_twice(ours):
     found = ours(V5E, "layers8", "bfloat16", "auto", method="agc_of_layers")
     aims.assert_no_branch(found)
     assert +found.counts.collectives == {"all-reduce": 1, "all-gather": 2}
@@ -43,13 +43,13 @@ def test_of_stacked_layers_whose_axis_is_named_agc_reads_each_leaf_twice(ours):
 
 
 @pytest.mark.parametrize("mesh", slow_unless(lambda mesh: mesh == "one", ["one", "shard_map"]))
-def test_a_histogram_reads_once_where_it_counts_and_nothing_elsewhere(mesh):
+def test_histogram_reads_once_only_on_counted_steps(mesh):
     aims.assert_counts_in_one_read(V5E, mesh)
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("method", aims.SEEDS)
-def test_many_seeds_in_a_scan_wait_for_nothing(ours, method):
+def test_seeds_in_scan_compile_without_branches(ours, method):
     aims.assert_no_branch(ours(V5E, "seeds", method=method, whole=True))
 
 
@@ -57,14 +57,14 @@ def test_many_seeds_in_a_scan_wait_for_nothing(ours, method):
 @pytest.mark.parametrize("dtype", aims.DTYPES)
 @pytest.mark.parametrize("size", aims.EXAMPLES)
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # jax-privacy calls it
-def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
+def test_clipped_grad_costs_no_more_than_jax_privacy(both, dtype, size):
     ours, theirs = both(V5E, f"examples-{size}", dtype)
     assert ours.moved <= theirs.moved * aims.EQUAL
     assert ours.temporary <= theirs.temporary * aims.EQUAL
 
 
 @pytest.mark.slow
-def test_norms_of_convolutions_without_gradients_stay_in_fast_memory():
+def test_ghost_norms_keep_convolutions_in_fast_memory():
     from benchmarks import per_example
 
     chosen = per_example.LARGE["convolutions"](jax.numpy.bfloat16)

@@ -58,7 +58,7 @@ RULES = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("clip", "rule"), list(zip(CLIPS, RULES, strict=True)))
-def test_as_a_loop_over_microbatches(clip, rule):
+def test_accumulate_matches_python_loop(clip, rule):
     clip, rule = CLIPS[clip], RULES[rule]
     judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=clip, reject_rule=rule)
     rows = batch_of(NORMS)
@@ -73,7 +73,7 @@ def test_as_a_loop_over_microbatches(clip, rule):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found.state, expected)
 
 
-def test_a_number_is_the_largest_global_norm_of_a_microbatch():
+def test_clip_number_bounds_global_norm_per_microbatch():
     rows = batch_of(NORMS[:6])
     judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=1.0)
     _, grads, found = jax.jit(judged)(PARAMS, rows)
@@ -84,7 +84,7 @@ def test_a_number_is_the_largest_global_norm_of_a_microbatch():
     np.testing.assert_allclose(info.norm, NORMS[5], rtol=1e-6)
 
 
-def test_a_schedule_counts_microbatches():
+def test_clip_schedule_counts_microbatches():
     rows = batch_of(NORMS[:3])
     judged = accumulate.value_and_grad(
         loss_fn, microbatch_size=1, clip=optax.linear_schedule(1.0, 0.8, 2)
@@ -96,7 +96,7 @@ def test_a_schedule_counts_microbatches():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_one_bad_microbatch_does_not_cost_the_others(bad):
+def test_accumulate_rejects_only_nonfinite_microbatches(bad):
     rows = batch_of(NORMS[:6])
     kept = np.delete(rows, 2, axis=0)
     rows[2, 1] = bad
@@ -114,7 +114,7 @@ def test_one_bad_microbatch_does_not_cost_the_others(bad):
     assert not np.all(np.isfinite(of_all))
 
 
-def test_a_loss_that_is_not_finite_is_reason_enough():
+def test_accumulate_rejects_nonfinite_losses():
     def loss(w, x):
         return jnp.mean(x[:, 0] * w) + jnp.mean(x[:, 1])
 
@@ -129,7 +129,7 @@ def test_a_loss_that_is_not_finite_is_reason_enough():
     assert (float(value), float(grads)) == (2.0, 2.0)
 
 
-def test_where_all_are_rejected_the_step_is_skipped():
+def test_accumulate_returns_nan_if_all_rejected():
     tx = optaxclip.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
     judged = accumulate.value_and_grad(loss_fn, microbatch_size=1)
     value, grads, found = jax.jit(judged)(PARAMS, batch_of(np.full(3, np.inf, np.float32)))
@@ -141,7 +141,7 @@ def test_where_all_are_rejected_the_step_is_skipped():
     assert int(state.num_skipped) == 1
 
 
-def test_a_clip_learns_nothing_of_what_is_rejected_or_without_weight():
+def test_clip_state_ignores_rejected_and_zero_weight_microbatches():
     rows = batch_of(NORMS)
 
     def weight(x):
@@ -156,7 +156,7 @@ def test_a_clip_learns_nothing_of_what_is_rejected_or_without_weight():
     assert int(found.state.clip.steps) == 5
 
 
-def test_what_has_no_weight_adds_nothing_whatever_it_is():
+def test_zero_weight_microbatches_add_nothing():
     def loss(w, x):
         return jnp.sum(w * x) / jnp.sum(x != 0).astype(jnp.float32)
 
@@ -171,7 +171,7 @@ def test_what_has_no_weight_adds_nothing_whatever_it_is():
         assert np.isnan(found.loss[1])
 
 
-def test_a_rule_that_is_relative_to_the_parameters():
+def test_reject_accepts_rule_relative_to_params():
     # Their norm is 2.
     judged = accumulate.value_and_grad(
         loss_fn, microbatch_size=1, reject_rule=thresholds.relative_to_params(0.61)
@@ -180,7 +180,7 @@ def test_a_rule_that_is_relative_to_the_parameters():
     np.testing.assert_array_equal(found.rejected, ~(NORMS <= 1.2))
 
 
-def test_a_clip_that_is_relative_to_the_parameters():
+def test_clip_accepts_rule_relative_to_params():
     clip = optaxclip.clip_by(scopes.leaf(), thresholds.relative_to_params(0.1))
     judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=clip)
     grads = jax.jit(judged)(PARAMS, batch_of(NORMS))[1]
@@ -189,7 +189,7 @@ def test_a_clip_that_is_relative_to_the_parameters():
 
 
 @pytest.mark.slow
-def test_without_measuring_the_sum_is_the_same():
+def test_accumulate_without_measuring_returns_same_mean():
     rows = batch_of(NORMS[:6])
     plain = accumulate.value_and_grad(
         loss_fn, microbatch_size=2, reject_rule=None, compute_norms=False
@@ -217,7 +217,7 @@ def test_the_noise_of_what_a_threshold_leaves_where_the_factor_is_no_number():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("weights", [[0.0, 0.0, 0.0], [1.0, -1.0, 1.0], [1.0, np.nan, 1.0]])
 @pytest.mark.parametrize("options", [{}, {"reject_rule": None, "compute_norms": False}])
-def test_weights_that_are_known_too_late_give_nan(weights, options):
+def test_invalid_traced_weights_return_nan(weights, options):
     """All 0, negative, NaN: of a traced weight there is no telling beforehand."""
 
     def loss(w, x, weights):

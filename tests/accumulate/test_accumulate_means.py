@@ -56,7 +56,7 @@ def of_the_whole_batch():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
-def test_the_gradient_of_the_whole_batch_with_unequal_weights(size):
+def test_accumulate_matches_whole_batch_with_unequal_weights(size):
     by_parts = accumulate.value_and_grad(
         loss_fn, batch_argnums=(1, 2), microbatch_size=size, weight=tokens
     )
@@ -71,7 +71,7 @@ def test_the_gradient_of_the_whole_batch_with_unequal_weights(size):
     assert found.aux is None
 
 
-def test_microbatches_take_every_kth_example_and_aux_is_stacked():
+def test_microbatches_use_strided_examples_and_stack_aux():
     def loss(params, x):
         return jnp.mean(x * params), {"x": x, "sum": jnp.sum(x)}
 
@@ -87,7 +87,7 @@ def test_microbatches_take_every_kth_example_and_aux_is_stacked():
     np.testing.assert_array_equal([value, grads, *found.noise], np.zeros(4))
 
 
-def test_a_weight_may_be_a_function_without_a_signature():
+def test_weight_accepts_function_without_signature():
     made = accumulate.value_and_grad(
         lambda w, x: jnp.mean(x) * w, microbatch_size=1, weight=operator.methodcaller("sum")
     )
@@ -96,7 +96,7 @@ def test_a_weight_may_be_a_function_without_a_signature():
 
 
 @pytest.mark.slow
-def test_several_argnums_and_batch_arguments_in_any_place():
+def test_accumulate_accepts_any_argnums_and_batch_positions():
     params, batch, rest = task()
 
     def loss(batch, w, scale, b, rest):
@@ -121,7 +121,7 @@ def test_several_argnums_and_batch_arguments_in_any_place():
 
 
 @pytest.mark.slow
-def test_all_that_is_no_parameter_is_the_batch_if_none_is_named():
+def test_batch_argnums_none_selects_all_other_arguments():
     params, batch, rest = task()
     options = {"microbatch_size": 3, "weight": tokens}
     named = accumulate.value_and_grad(loss_fn, batch_argnums=(1, 2), **options)
@@ -132,7 +132,7 @@ def test_all_that_is_no_parameter_is_the_batch_if_none_is_named():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_gradients_are_added_up_in_float32(dtype):
+def test_accumulate_sums_narrow_gradients_in_float32(dtype):
     """In bfloat16 a sum of 512 ones ends at 256."""
 
     def loss(w, x):
@@ -144,7 +144,7 @@ def test_narrow_gradients_are_added_up_in_float32(dtype):
     assert grads == 1
 
 
-def test_wider_parameters_and_sums_keep_their_digits(x64):
+def test_accumulate_sums_wide_params_in_float64(x64):
     def loss(w, x):
         return jnp.mean(x * w)
 
@@ -157,7 +157,7 @@ def test_wider_parameters_and_sums_keep_their_digits(x64):
         np.testing.assert_allclose(grads, np.mean(x.astype(w.dtype)), rtol=1e-15)
 
 
-def test_complex_parameters():
+def test_accumulate_differentiates_complex_params():
     def loss(w, x):
         return jnp.mean(jnp.abs(x * w) ** 2)
 
@@ -166,7 +166,7 @@ def test_complex_parameters():
     np.testing.assert_allclose(grads, jax.grad(loss)(w, x), rtol=1e-6)
 
 
-def test_leaves_without_a_gradient():
+def test_accumulate_returns_float0_for_integer_leaves():
     params, batch, rest = task()
     more = {**params, "none": None, "steps": jnp.zeros(3, jnp.int32)}
     by_parts = accumulate.value_and_grad(loss_fn, batch_argnums=(1, 2), microbatch_size=4)
@@ -180,7 +180,7 @@ def test_leaves_without_a_gradient():
 @pytest.mark.parametrize(
     "options", [{}, {"clip": 1.0}, {"reject_rule": None, "compute_norms": False}]
 )
-def test_memory_is_of_few_gradients_whatever_their_number(options):
+def test_accumulate_memory_does_not_grow_with_microbatches(options):
     layers, width, size = 2, 256, 2
 
     def loss(params, x):
@@ -205,7 +205,7 @@ def test_memory_is_of_few_gradients_whatever_their_number(options):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", [6e-20, 1e17, 1e20])
-def test_noise_sums_are_right_wherever_they_are_numbers(norm):
+def test_noise_sums_stay_exact_at_extreme_norms(norm):
     """Squares of norms, or their products with weights, leave the range before the sums do."""
 
     def loss(w, x):
@@ -227,7 +227,7 @@ def test_noise_sums_are_right_wherever_they_are_numbers(norm):
 @pytest.mark.parametrize("number", [3, 4])
 @pytest.mark.parametrize("weight", [None, lambda x: jnp.sum(x != 0)])
 @pytest.mark.parametrize("w", [np.float32(0), np.complex64(0)])
-def test_a_mean_is_finite_where_the_sum_is_not(number, weight, w):
+def test_accumulate_mean_stays_finite_if_sum_overflows(number, weight, w):
     def loss(w, x):
         return jnp.mean(x * w.real)
 
@@ -249,7 +249,7 @@ def test_a_mean_is_finite_where_the_sum_is_not(number, weight, w):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("scale", [1e37, 1e-36])
-def test_weights_and_losses_anywhere_in_the_range(scale, constant):
+def test_accumulate_accepts_weights_and_losses_near_range(scale, constant):
     """Products of weights with losses leave the range."""
     weights, x = np.float32([1, 0.5, 0.25, 1]), np.float32([3e38, 1e38, -2e38, 2.5e38])
     if constant:

@@ -72,14 +72,14 @@ def test_a_state_that_is_none_is_the_first_or_an_error_where_a_threshold_learns(
 
 
 @pytest.mark.slow
-def test_a_state_for_parameters_that_are_a_python_number():
+def test_init_accepts_python_number_params():
     made = accumulate.value_and_grad(lambda w, x: jnp.mean(w * x), microbatch_size=1, clip=1.0)
     x = jnp.ones(2)
     assert_equal(made(2.0, x, state=made.init(2.0, x)), made(2.0, x))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_a_clip_remembers_gradients_in_the_dtype_of_the_sums(dtype):
+def test_clip_state_uses_sum_dtype(dtype):
     # Without `jax_enable_x64`, JAX has no float64, and takes float32 in its place.
     made = accumulate.value_and_grad(
         lambda w, x: jnp.mean(w * x), microbatch_size=1, clip=optax.trace(0.5), dtype=dtype
@@ -91,7 +91,7 @@ def test_a_clip_remembers_gradients_in_the_dtype_of_the_sums(dtype):
     assert all(x.dtype == jnp.float32 for x in (grad, *traces))
 
 
-def test_in_a_scan_as_in_a_loop():
+def test_accumulate_in_scan_matches_loop():
     w = jnp.ones(WIDTH)
 
     def step(carry, x):
@@ -107,7 +107,7 @@ def test_in_a_scan_as_in_a_loop():
     assert np.any(rejected)
 
 
-def test_arguments_can_be_donated():
+def test_accumulate_accepts_donated_arguments():
     step = jax.jit(lambda w, state, x: BY_PARTS(w, x, state=state)[1:], donate_argnums=(0, 1))
     w = jnp.ones(WIDTH)
     state = BY_PARTS.init(w, steps()[0])
@@ -117,7 +117,7 @@ def test_arguments_can_be_donated():
     step(grads, found.state, steps()[1])
 
 
-def test_a_checkpoint_goes_on_where_it_was(tmp_path):
+def test_accumulate_resumes_from_checkpoint(tmp_path):
     w, batches = jnp.ones(WIDTH), steps()
     whole = train(w, None, batches)
     w, state, _ = train(w, None, batches[:2])
@@ -130,7 +130,7 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.slow
-def test_seeds_under_vmap_are_judged_each_by_itself():
+def test_accumulate_under_vmap_matches_separate_seeds():
     w = jax.random.normal(jax.random.key(1), (3, WIDTH))
     batches = jnp.stack([steps()[i] for i in (0, 1, 3)])
     run, run_one = jax.jit(jax.vmap(BY_PARTS)), jax.jit(BY_PARTS)
@@ -145,14 +145,14 @@ def test_seeds_under_vmap_are_judged_each_by_itself():
 
 
 @pytest.mark.slow
-def test_an_exported_function_does_the_same():
+def test_exported_accumulate_matches_original():
     args = (jnp.ones(WIDTH), steps()[1])
     step = jax.jit(lambda w, x: BY_PARTS(w, x, state=BY_PARTS.init(w, x)))
     loaded = jax.export.deserialize(jax.export.export(step)(*args).serialize())
     assert_equal(loaded.call(*args), step(*args))
 
 
-def test_what_comes_back_has_a_form_that_can_be_stored():
+def test_accumulated_survives_export_serialization():
     state, noise = accumulate.AccumulateState((), ()), accumulate.NoiseSums(jnp.ones(()), 2.0)
     found = accumulate.Accumulated(*jnp.arange(5.0), state, noise)
     stored = jax.export.export(jax.jit(lambda found: found))(found).serialize()
@@ -160,7 +160,7 @@ def test_what_comes_back_has_a_form_that_can_be_stored():
 
 
 @pytest.mark.slow
-def test_eager_and_compiled():
+def test_compiled_accumulate_matches_eager():
     args = (jnp.ones(WIDTH), steps()[3])
     state = BY_PARTS.init(*args)
     assert_equal(jax.jit(BY_PARTS)(*args, state=state), BY_PARTS(*args, state=state))
@@ -175,7 +175,7 @@ UNKNOWN = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("options", [*UNKNOWN.values(), {"microbatch_size": 2, "clip": 1.0}])
-def test_debug_nans_does_not_stop_at_what_is_unknown(options):
+def test_debug_nans_accepts_unknown_noise(options):
     by_parts, tx = accumulate.value_and_grad(loss_fn, **options), monitor.noise_scale()
     args = jnp.ones(WIDTH), steps()[1]
     expected = jax.jit(by_parts)(*args)

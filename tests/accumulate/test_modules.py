@@ -45,7 +45,7 @@ TAKERS = {
 
 
 @pytest.mark.parametrize("name", TAKERS)
-def test_a_module_with_statistics_is_refused_by_all_that_take_parameters(name):
+def test_nnx_modules_with_statistics_raise(name):
     model = Centred(nnx.BatchStat(jnp.zeros(2)))
     for params in (model, nnx.state(model)):
         with pytest.raises(TypeError, match=r"BatchStat 'mean'(.|\n)*merge\(.*, copy=True\)"):
@@ -87,14 +87,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_message_has_the_lines_that_are_right(name):
+def test_invalid_modules_raise_with_remedy(name):
     make, said, remedy = REFUSED[name]
     with pytest.raises(Exception, match=rf"(?s){said}.*{remedy}"):
         TAKERS["norms"](make())
 
 
 @pytest.mark.parametrize("text", ["mine", "NoneType"])
-def test_other_errors_of_a_loss_stay_as_they_are(text):
+def test_loss_errors_stay_unchanged(text):
     def wrong(params, x):
         raise ValueError(text)
 
@@ -105,7 +105,7 @@ def test_other_errors_of_a_loss_stay_as_they_are(text):
     assert "eqx" not in "".join(getattr(raised.value, "__notes__", []))
 
 
-def test_a_module_of_params_alone_passes():
+def test_modules_accept_nnx_models_with_only_params():
     model = Centred(0.0)
     np.testing.assert_allclose(TAKERS["norms"](model), NORMS, rtol=1e-6)
     np.testing.assert_allclose(clipped_norms(model), NORMS, rtol=1e-6)
@@ -116,7 +116,7 @@ def test_a_module_of_params_alone_passes():
     np.testing.assert_allclose(model.w[...], 1 - expected[1]["w"][...], rtol=1e-6)
 
 
-def test_what_users_chose_and_integers_pass():
+def test_modules_accept_chosen_variables_and_integers():
     graph, chosen, rest = nnx.split(Centred(nnx.BatchStat(jnp.zeros(2))), nnx.BatchStat, ...)
     of_chosen = per_example.grad_norms(lambda chosen, x: loss_fn(nnx.merge(graph, chosen, rest), x))
     np.testing.assert_allclose(of_chosen(chosen, X)[0], [392**0.5, 72**0.5, 288**0.5, 128**0.5])
@@ -141,7 +141,7 @@ def mean(trees):
     return jax.tree.map(lambda *rows: jnp.mean(jnp.stack(rows), 0), *trees)
 
 
-def test_the_program_for_nnx_gives_what_nnx_does():
+def test_modules_page_matches_nnx():
     found = shown_code.run(shown_code.blocks(PAGE)[0], PAGE)
     graph, *model = (found[name] for name in ("graph", "params", "rest"))
     x, keys = found["x"], found["keys"]
@@ -158,7 +158,7 @@ def test_the_program_for_nnx_gives_what_nnx_does():
 
 
 @pytest.mark.slow
-def test_the_program_for_equinox_gives_what_equinox_does():
+def test_modules_page_matches_equinox():
     eqx = pytest.importorskip("equinox")
     found = shown_code.run(shown_code.blocks(PAGE)[1], PAGE)
     (x, _, keys), model = found["batch"], found["trained"]

@@ -77,7 +77,7 @@ def assert_close(found, expected):
 
 
 @pytest.mark.slow
-def test_the_methods_act(expected):
+def test_methods_clip_skip_and_add_noise(expected):
     updates, _, sums, norms = expected
     clipped = np.sqrt(
         sum(np.square(x).reshape(4, -1).sum(1) for x in updates["global norm"].values())
@@ -113,7 +113,7 @@ marked = slow_unless(lambda name: name not in SLOW, SETTINGS)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", marked)
-def test_settings(name, expected):
+def test_methods_agree_under_jax_settings(name, expected):
     arguments = jax.device_put(ARGUMENTS)
     with SETTINGS[name]():
         found = jax.jit(each_method)(*arguments)
@@ -121,7 +121,7 @@ def test_settings(name, expected):
 
 
 @pytest.mark.slow
-def test_no_tracer_is_kept():
+def test_methods_leak_no_tracers():
     jax.clear_caches()
     with jax.checking_leaks():
         jax.eval_shape(each_method, *ARGUMENTS)
@@ -168,12 +168,12 @@ WAYS = [eagerly_with_nans_as_errors, checkpointed, exported, in_two_threads]
 @pytest.mark.parametrize(
     "way", [ahead_of_time, *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS)]
 )
-def test_ways(way, expected):
+def test_methods_agree_under_jax_execution_modes(way, expected):
     assert_close(way(*ARGUMENTS), expected)
 
 
 @pytest.mark.slow
-def test_derivatives_through_a_checkpoint():
+def test_clips_differentiate_through_checkpoint():
     def clipped(grads):
         return {
             name: tx.update(grads, tx.init(PARAMS), PARAMS)[0]

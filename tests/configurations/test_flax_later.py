@@ -19,6 +19,6 @@ print("exec_module" in vars(serialization.__loader__))
 
 
 @pytest.mark.slow
-def test_a_state_survives():
+def test_state_serializes_after_later_flax_import():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["False"], done.stderr

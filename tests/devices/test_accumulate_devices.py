@@ -104,7 +104,7 @@ def of_gradients(found):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge != "clip", JUDGES))
-def test_under_jit(kind, judge):
+def test_accumulate_under_jit_matches_single_device(kind, judge):
     mesh = mesh_of(kind)
     args = placed(mesh, P(), judge)
     with jax.set_mesh(mesh):
@@ -120,7 +120,7 @@ def test_under_jit(kind, judge):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge == "rule", JUDGES))
-def test_sums_are_split_as_parameters_are(kind, judge):
+def test_accumulate_sums_keep_params_sharding(kind, judge):
     """FSDP: each device keeps its share of the sum, and of the batch nothing is gathered."""
 
     def loss(params, *batch):
@@ -192,7 +192,7 @@ QUICK += [("of a part", False, "default"), ("FSDP", True, "plain")]
         lambda *case: case in QUICK, [(*way, judge) for way in SHARD_MAPS for judge in JUDGES]
     ),
 )
-def test_in_shard_map(loss, check_vma, judge):
+def test_accumulate_in_shard_map_matches_single_device(loss, check_vma, judge):
     found, (inside, outside) = in_shard_map(loss, check_vma, judge)
     assert_as_on_one_device(found, judge)
     if loss == "FSDP":
@@ -215,7 +215,7 @@ def test_in_shard_map(loss, check_vma, judge):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("options", [{}, PLAIN])
-def test_without_weight_the_examples_of_all_devices_count(options):
+def test_accumulate_without_weight_counts_all_devices(options):
     def loss(w, x):
         return jnp.mean(jnp.square(x - w))
 
@@ -250,7 +250,7 @@ def test_accumulate_weights_overflow_over_devices(judge):
     np.testing.assert_allclose([value, grads], np.mean(x), rtol=1e-6)
 
 
-def test_what_is_not_judged_stays_in_the_range_and_needs_no_weight_on_every_device():
+def test_unmeasured_accumulate_stays_finite_with_zero_weight_devices():
     def loss(w, x):
         return jnp.sum(w * x) / jnp.sum(jnp.abs(jnp.sign(x)))  # NaN for the first device
 
@@ -265,7 +265,7 @@ def test_what_is_not_judged_stays_in_the_range_and_needs_no_weight_on_every_devi
         np.testing.assert_allclose([value, grads, *found.loss], 3e38 / unit, rtol=1e-6)
 
 
-def test_a_loss_in_a_narrow_dtype_has_its_mean_in_float32():
+def test_accumulate_averages_narrow_losses_in_float32():
     def loss(w, x):
         return jnp.mean(w * x).astype(jnp.bfloat16)
 
@@ -277,7 +277,7 @@ def test_a_loss_in_a_narrow_dtype_has_its_mean_in_float32():
         assert value.dtype == found.loss.dtype == jnp.float32
 
 
-def test_under_vmap_with_the_name_of_its_axis():
+def test_accumulate_axis_name_under_vmap_matches_single_device():
     params, *batch = task("default")
     parts = [x.reshape(DEVICES, -1, *x.shape[1:]) for x in batch]
     by_parts = made(size=EXAMPLES // NUMBER // DEVICES, axis_name="v")
@@ -289,7 +289,7 @@ def test_under_vmap_with_the_name_of_its_axis():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge == "rule", JUDGES))
 @pytest.mark.parametrize("is_mesh_set", [False, True])
-def test_seeds_that_are_split_over_an_explicit_mesh(judge, is_mesh_set):
+def test_accumulate_vmaps_seeds_over_explicit_mesh(judge, is_mesh_set):
     args = task(judge)
     seeds = [jax.tree.map(lambda x: np.stack([x] * DEVICES), tree) for tree in args]
     mesh = mesh_of(AxisType.Explicit)
@@ -301,7 +301,7 @@ def test_seeds_that_are_split_over_an_explicit_mesh(judge, is_mesh_set):
 
 
 @NEEDS_JAX_0_10_2
-def test_seeds_of_which_only_the_batches_are_split_over_an_explicit_mesh():
+def test_accumulate_vmaps_sharded_batches_over_explicit_mesh():
     mesh = mesh_of(AxisType.Explicit)
     x = jax.device_put(np.ones((DEVICES, 4), np.float32), NamedSharding(mesh, P("d")))
     by_parts = accumulate.value_and_grad(lambda w, x: jnp.mean(w * x), microbatch_size=2)
@@ -310,7 +310,7 @@ def test_seeds_of_which_only_the_batches_are_split_over_an_explicit_mesh():
 
 
 @pytest.mark.slow
-def test_a_batch_of_a_device_that_the_size_does_not_divide():
+def test_microbatch_size_must_divide_device_batch():
     mesh = mesh_of(AxisType.Auto)
     run = jax.shard_map(
         made(size=3), mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=(P(), P(), P())
@@ -321,7 +321,7 @@ def test_a_batch_of_a_device_that_the_size_does_not_divide():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("options", [{}, PLAIN])
-def test_where_nothing_tells_how_the_batch_is_split(options):
+def test_accumulate_raises_for_unknown_batch_sharding(options):
     run = jax.shard_map(
         made(size=2, **options),
         mesh=mesh_of(AxisType.Auto),
@@ -335,7 +335,7 @@ def test_where_nothing_tells_how_the_batch_is_split(options):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("options", [{}, PLAIN])
-def test_specs_that_hold_something_else(options):
+def test_accumulate_raises_for_invalid_specs(options):
     run = jax.shard_map(
         made(size=2, axis_name="d", specs="d", **options),
         mesh=mesh_of(AxisType.Auto),

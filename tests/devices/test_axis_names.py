@@ -33,13 +33,13 @@ def clipped_columns(x):
     return x * (0.5 / np.linalg.norm(x.astype(np.float64), axis=0))
 
 
-def test_a_part_under_vmap_does_not_tell_what_a_unit_is():
+def test_unit_scope_under_vmap_requires_specs():
     clip = jax.vmap(functools.partial(columns, axis_name="lanes"), axis_name="lanes")
     with pytest.raises(ValueError, match="pass specs="):
         clip(WHOLE[:, :1])
 
 
-def test_a_name_says_that_every_leaf_is_split():
+def test_axis_name_applies_to_all_leaves():
     by_norm = optaxclip.clip_by(scopes.leaf(), 0.5, axis_name="lanes")
 
     def clip(x):
@@ -51,7 +51,7 @@ def test_a_name_says_that_every_leaf_is_split():
     np.testing.assert_allclose(of_all, WHOLE * (0.5 / NORM), rtol=1e-5)
 
 
-def test_an_axis_of_vmap_counts_beside_those_of_a_mesh():
+def test_axis_name_combines_vmap_and_mesh_axes():
     mean = functools.partial(ops.global_norm, axis_name="lanes", norm="rms")
     found = jax.jit(jax.vmap(mean, axis_name="lanes"))(WHOLE)
     np.testing.assert_allclose(found, np.full(4, NORM / WHOLE.size**0.5), rtol=1e-6)
@@ -63,7 +63,7 @@ def test_an_axis_of_vmap_counts_beside_those_of_a_mesh():
         np.testing.assert_allclose(found, np.full(4, NORM), rtol=1e-6)
 
 
-def test_specs_may_name_axes_that_are_not_manual():
+def test_specs_accept_axes_outside_shard_map():
     def clip(x):
         specs = NamedSharding(mesh(), P("a", "b"))
         return columns(x, specs=specs)[0], ops.global_norm(x, specs=specs)
@@ -84,7 +84,7 @@ def test_specs_may_name_axes_that_are_not_manual():
     ],
     ids=str,
 )
-def test_a_spec_that_does_not_say_how_the_leaf_is_split_is_an_error(spec, message):
+def test_specs_with_unknown_axes_raise(spec, message):
     norm = functools.partial(ops.global_norm, specs=spec)
     clip = optaxclip.clip_by(scopes.leaf(stacked=1), 1.0, specs=spec)
     ways = [
@@ -98,7 +98,7 @@ def test_a_spec_that_does_not_say_how_the_leaf_is_split_is_an_error(spec, messag
                 jax.eval_shape(way, WHOLE)
 
 
-def test_a_name_may_stand_for_specs_where_types_tell_of_more_axes():
+def test_axis_name_replaces_specs_with_known_types():
     def clip(x):
         return columns(x, scopes.axes(0), axis_name="a")[0]
 
@@ -106,12 +106,12 @@ def test_a_name_may_stand_for_specs_where_types_tell_of_more_axes():
     np.testing.assert_allclose(found, clipped_columns(WHOLE[0]), rtol=1e-5)
 
 
-def test_a_type_is_believed_where_specs_split_what_is_whole():
+def test_types_override_specs_of_replicated_leaves():
     norm = region(functools.partial(ops.global_norm, specs=P("a", "b")), P("a"), P())
     np.testing.assert_allclose(jax.jit(norm)(WHOLE), NORM, rtol=1e-6)
 
 
-def test_specs_may_lack_the_mesh_where_one_is_set_or_another_has_it():
+def test_specs_find_mesh_in_context_or_other_specs():
     tree = {"b": WHOLE[0], "w": WHOLE}
     mixed = {"b": P(), "w": NamedSharding(mesh(), P("a"))}
     norms = [jax.jit(functools.partial(ops.global_norm, specs=mixed))(tree)]
@@ -121,13 +121,13 @@ def test_specs_may_lack_the_mesh_where_one_is_set_or_another_has_it():
     np.testing.assert_allclose(norms, [expected] * 2, rtol=1e-6)
 
 
-def test_groups_may_be_split_along_several_of_their_axes():
+def test_axes_scope_accepts_groups_sharded_over_several_axes():
     clip = functools.partial(columns, scope=scopes.axes(-1), specs=P("a", "b"))
     whole = region(clip, P("a", "b"), (P("a", "b"), P()))
     assert jax.eval_shape(whole, WHOLE)[0].shape == WHOLE.shape
 
 
-def test_what_is_the_same_on_all_devices_is_counted_once():
+def test_empty_specs_count_replicated_gradients_once():
     """Data parallelism: by `axis_name=` the norm would be too large by the root of 8."""
     grads = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
     mean = grads.mean(0)
@@ -154,7 +154,7 @@ def test_what_is_the_same_on_all_devices_is_counted_once():
 
 
 @pytest.mark.parametrize("axis_name", [("a", 3), {"a"}], ids=str)
-def test_names_are_a_sequence_of_names(axis_name):
+def test_axis_name_must_contain_strings(axis_name):
     with pytest.raises(TypeError, match=r"^axis_name must be"):
         ops.global_norm(WHOLE, axis_name=axis_name)
     with pytest.raises(TypeError, match=r"^axis_name must be"):
@@ -165,7 +165,7 @@ def test_names_are_a_sequence_of_names(axis_name):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_axes_that_are_not_named_have_gradients_of_their_own(check_vma):
+def test_axis_name_keeps_unnamed_axes_separate(check_vma):
     """Four workers, of which each splits its gradient over two devices."""
 
     def clip(x):
@@ -179,14 +179,14 @@ def test_axes_that_are_not_named_have_gradients_of_their_own(check_vma):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_with_no_name_each_device_is_on_its_own():
+def test_empty_axis_name_clips_devices_separately():
     clip = optaxclip.clip_by_global_norm(0.5, axis_name=())
     alone = region(lambda x: clip.update(x, None)[0], P("a"), P("a"))
     expected = WHOLE * (0.5 / np.linalg.norm(WHOLE.astype(np.float64), axis=(1, 2), keepdims=True))
     np.testing.assert_allclose(jax.jit(alone)(WHOLE), expected, rtol=1e-5)
 
 
-def test_each_function_of_single_leaves_takes_names_and_specs():
+def test_ops_accept_axis_name_and_specs():
     x = np.float32([[3, 1], [0, 2], [4, 0], [0, 2]])
 
     def results(x, **options):
@@ -216,7 +216,7 @@ MAPS = {
 
 
 @pytest.mark.parametrize("kind", MAPS)
-def test_a_name_that_no_map_has_is_an_error(kind):
+def test_unknown_axis_name_raises(kind):
     for name in ("date", ("a", "date")):
         way = MAPS[kind](functools.partial(ops.clip_by_norm, clip_norm=1.0, axis_name=name))
         with pytest.raises(ValueError, match=r"axis_name must be a mapped axis, got 'date'"):
@@ -241,7 +241,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("what", NUMBERS)
-def test_a_number_that_differs_where_devices_share_a_norm_is_an_error(what):
+def test_device_dependent_scalars_raise_with_shared_norm(what):
     """Some devices would take a step, and others not."""
 
     def run(of_device=lambda n: n, **told):

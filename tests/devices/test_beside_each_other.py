@@ -20,7 +20,7 @@ def mesh_of_four():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("i"), P(None, "i")], ids=["over what is summed", "over units"])
-def test_units_under_jit_with_specs(spec):
+def test_unit_scope_with_specs_matches_single_device(spec):
     place = NamedSharding(mesh_of_four(), spec)
     x = jnp.arange(32.0).reshape(4, 8)
     expected, alone = optaxclip.clip_tree(x, 1.0, scope=scopes.unit())
@@ -30,7 +30,7 @@ def test_units_under_jit_with_specs(spec):
     np.testing.assert_allclose(info.norm, alone.norm, rtol=1e-6)
 
 
-def test_the_worst_units_of_leaves_that_are_split_over_different_axes():
+def test_unit_info_finds_worst_columns_of_sharded_leaves():
     mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = {"x": P(None, "i"), "y": P(None, "j")}
     clip = functools.partial(optaxclip.clip_tree, thresholds=5.0, scope=scopes.unit(), specs=specs)
@@ -41,7 +41,7 @@ def test_the_worst_units_of_leaves_that_are_split_over_different_axes():
     np.testing.assert_array_equal(info.fraction, [0.5, 0.5])
 
 
-def test_a_sparse_leaf_beside_one_that_is_split():
+def test_global_norm_includes_sparse_leaf_on_explicit_mesh():
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
     sparse = BCOO((jnp.array([3.0, 4.0]), jnp.array([[1], [2]])), shape=(5,))
     grads = {"sparse": sparse, "x": jax.device_put(jnp.ones(8), NamedSharding(mesh, P("i")))}
@@ -53,7 +53,7 @@ def test_a_sparse_leaf_beside_one_that_is_split():
     np.testing.assert_allclose(updates["x"], 0.5, rtol=3e-6)
 
 
-def test_specs_beside_a_sparse_leaf():
+def test_global_norm_accepts_specs_with_sparse_leaf():
     place = NamedSharding(mesh_of_four(), P("i"))
     sparse = BCOO((jnp.array([3.0, 4.0]), jnp.array([[1], [2]])), shape=(5,))
     grads = {"sparse": sparse, "x": jax.device_put(jnp.ones(8), place)}

@@ -15,7 +15,7 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.mark.slow
-def test_many_devices():
+def test_clip_cotangent_shares_norm_across_devices():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = np.float32(RNG.normal(size=(8, 2)))
     norm, column = np.sqrt(np.sum(x**2)), np.sqrt(np.sum(x**2, 0))
@@ -71,7 +71,7 @@ def by_devices(fn):
     return jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
 
 
-def test_under_vmap_devices_may_have_other_examples_or_parts_of_one():
+def test_clip_cotangent_under_vmap_requires_axis_name():
     """Types do not tell which, so one has to say it."""
     x = np.float32(RNG.normal(size=(16, 3)))
 
@@ -106,7 +106,7 @@ def test_under_vmap_devices_may_have_other_examples_or_parts_of_one():
     np.testing.assert_allclose(found[2], 2 * x / np.linalg.norm(x), rtol=1e-5)
 
 
-def test_on_an_explicit_mesh():
+def test_clip_cotangent_accepts_explicit_mesh():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     x = np.float32(RNG.normal(size=(8, 2)))
     with jax.set_mesh(mesh):

@@ -67,7 +67,7 @@ WAYS = slow_unless(lambda kind, told: kind == AxisType.Explicit, WAYS)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "told"), WAYS)
-def test_on_a_mesh(kind, told):
+def test_events_on_mesh_match_single_device(kind, told):
     mesh, specs, stacked = on(kind)
     options = {"specs": specs} if told else {}
     grads = jax.device_put(trees(), stacked)
@@ -86,7 +86,7 @@ def test_on_a_mesh(kind, told):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", slow_unless("tracked".__eq__, ["tracked", "untracked"]))
-def test_in_shard_map(way):
+def test_events_in_shard_map_match_single_device(way):
     mesh, _, _ = on(AxisType.Auto)
     specs = {x: P(None, *spec) for x, spec in SPECS.items()}
     inside = jax.shard_map(

@@ -78,7 +78,7 @@ def gathered(compiled):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Auto, specs"])
-def test_under_jit(name, kind):
+def test_experts_under_jit_clip_without_gathering_gradients(name, kind):
     given, kind = "specs" in kind, kind.split(",")[0]
     shardings = {leaf: NamedSharding(mesh(kind), spec) for leaf, spec in SPECS.items()}
     placed = jax.device_put(grads(), shardings)
@@ -95,7 +95,7 @@ def test_under_jit(name, kind):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("tracked", [True, False])
-def test_inside_shard_map(name, tracked):
+def test_experts_in_shard_map_clip_separately_or_together(name, tracked):
     tx = CLIPS[name](specs=SPECS)
     update = jax.shard_map(
         tx.update,
@@ -136,7 +136,7 @@ def on_one_device(name):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", WITH_MEMORY)
 @pytest.mark.parametrize("tracked", [True, False])
-def test_each_expert_has_its_own_history_inside_shard_map(name, tracked):
+def test_experts_in_shard_map_keep_separate_histories(name, tracked):
     """Two experts of a device are not taken for the first two of all, nor is their past."""
     state, tree, *expected = on_one_device(name)
     split = jax.tree.map(lambda x: P("expert") if x.shape == (EXPERTS, 4, 3) else P(), state)
@@ -155,7 +155,7 @@ def test_each_expert_has_its_own_history_inside_shard_map(name, tracked):
     assert not np.allclose(expected[0]["experts"], tree["experts"])
 
 
-def test_a_stack_that_is_split_without_specs_is_an_error_that_says_so():
+def test_sharded_stack_without_specs_raises():
     tx = CLIPS["each"]()
     update = jax.shard_map(
         tx.update, mesh=mesh("Auto"), in_specs=(SPECS, P()), out_specs=(SPECS, P())

@@ -74,7 +74,7 @@ def two_steps(scope, cases, params, steps):
 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name == "leaf", SCOPES))
-def test_every_rule_response_and_policy(name):
+def test_rules_responses_and_policies_support_explicit_meshes(name):
     scope, cases, specs = SCOPES[name]
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     places = {x: NamedSharding(mesh, spec) for x, spec in specs.items()}
@@ -93,7 +93,7 @@ def test_every_rule_response_and_policy(name):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("specs", [(P(), P("x")), (P("x"), P(None, "x"))])
-def test_parameters_split_otherwise_than_gradients_are_not_gathered(specs):
+def test_params_sharded_unlike_gradients_avoid_gathers(specs):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     rng = np.random.default_rng(0)
     whole = [rng.normal(size=(8, 16)).astype(np.float32) for _ in specs]
@@ -114,7 +114,7 @@ def test_parameters_split_otherwise_than_gradients_are_not_gathered(specs):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("is_set", [True, False])
-def test_bounds_on_entries(is_set, how):
+def test_clip_by_value_keeps_explicit_sharding(is_set, how):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     whole = {"w": np.arange(8.0, dtype=np.float32) - 4, "z": np.array([3 + 4j, 1], np.complex64)}
     grads = jax.device_put(whole, NamedSharding(mesh, P("x")))
@@ -144,7 +144,7 @@ def test_bounds_on_entries(is_set, how):
         itertools.product([P("x"), P(None, "x")], ["eager", "jit"]),
     ),
 )
-def test_some_axes_are_manual_and_others_explicit(spec, how):
+def test_scopes_combine_manual_and_explicit_axes(spec, how):
     """Groups that are split over both kinds, over one, or not at all."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     whole = {"w": np.arange(32.0, dtype=np.float32).reshape(4, 8) - 9, "v": np.ones(4, np.float32)}

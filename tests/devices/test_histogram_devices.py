@@ -52,7 +52,7 @@ def mesh_of(kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_on_a_mesh(kind):
+def test_histogram_on_mesh_matches_single_device(kind):
     mesh = mesh_of(kind)
     tree = {x: jax.device_put(y, NamedSharding(mesh, SPECS[x])) for x, y in TREE.items()}
     with jax.set_mesh(mesh):
@@ -62,7 +62,7 @@ def test_on_a_mesh(kind):
 
 
 @pytest.mark.parametrize("is_tracked", [True, False])
-def test_inside_shard_map(is_tracked):
+def test_histogram_in_shard_map_matches_single_device(is_tracked):
     count = functools.partial(counted, specs=SPECS)
     mesh = mesh_of(AxisType.Auto)
     how = {"mesh": mesh, "in_specs": (SPECS,), "out_specs": P(), "check_vma": is_tracked}
@@ -73,7 +73,7 @@ def test_inside_shard_map(is_tracked):
 
 
 @pytest.mark.parametrize("kind", ["explicit", "shard_map"])
-def test_a_few_entries_at_a_time(monkeypatch, kind):
+def test_histogram_counts_sharded_leaves_in_chunks(monkeypatch, kind):
     monkeypatch.setattr(exponent_counts, "CHUNK_SIZE", 20)
     tree = {"w": np.repeat(TREE["w"], 3, axis=0)[:, :22]}
     tx = monitor.histogram()
@@ -90,7 +90,7 @@ def test_a_few_entries_at_a_time(monkeypatch, kind):
     np.testing.assert_array_equal(found, jax.jit(count)(tree))
 
 
-def test_along_a_mapped_axis_that_is_named():
+def test_histogram_counts_along_named_vmap_axis():
     """Each of four has a quarter of each row."""
     tree = {"w": TREE["w"]}
     parts = {"w": TREE["w"].reshape(8, 4, 6).swapaxes(0, 1)}

@@ -55,7 +55,7 @@ WAYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_every_policy_acts_on_one_bad_entry(way):
+def test_linf_policies_handle_nonfinite_element_on_any_device(way):
     run = WAYS[way]()
     for bad in (np.nan, np.inf):
         grads = WHOLE.copy()
@@ -70,7 +70,7 @@ def test_every_policy_acts_on_one_bad_entry(way):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_bad_entries_are_masked_in_split_leaves_and_in_whole_ones(check_vma):
+def test_mask_zeros_nonfinite_elements_of_sharded_leaves(check_vma):
     specs = {"split": P("i"), "whole": P()}
     mask = functools.partial(masked, specs=specs)
     run = jax.jit(
@@ -105,7 +105,7 @@ def truth(grads, policy, axis):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "tracked"])
-def test_ties_over_devices_share_the_derivative(kind):
+def test_linf_derivative_splits_ties_across_devices(kind):
     norm = functools.partial(ops.global_norm, norm="linf")
     if kind == "tracked":
         norm = jax.shard_map(norm, mesh=mesh(), in_specs=P("i"), out_specs=P())
@@ -120,7 +120,7 @@ def test_ties_over_devices_share_the_derivative(kind):
 
 
 @pytest.mark.slow
-def test_second_derivatives_in_a_scan():
+def test_linf_second_derivative_works_in_scan():
     """`lax.pmax` has no derivative; the rule of the largest modulus has to be kept in loops."""
 
     def total(x, specs=None):

@@ -38,7 +38,7 @@ def memories(tree):
         [(name, how) for name in NAMES for how in ("eager", "jit")],
     ),
 )
-def test_all_is_as_in_one_memory_and_comes_back_where_it_was(name, how):
+def test_transformations_keep_memory_kinds_and_values(name, how):
     tx = TRANSFORMATIONS[name]
 
     def step(grads, state, params):
@@ -60,7 +60,7 @@ def test_all_is_as_in_one_memory_and_comes_back_where_it_was(name, how):
 
 
 @pytest.mark.slow
-def test_a_key_in_a_state_in_the_hosts_memory():
+def test_per_example_accepts_key_in_host_memory():
     tx, grads = TRANSFORMATIONS["per_example"], random_tree(2, 2)
     state = tx.init(PARAMS)
     for function in (tx.update, jax.jit(tx.update)):
@@ -87,7 +87,7 @@ def clipped_tree(tree):
         lambda tree: jax.vjp(lambda x: ops.clip_cotangent(x, clip_norm=1.0), tree)[1](tree)[0],
     ],
 )
-def test_functions_of_a_tree(function, how):
+def test_ops_keep_memory_kinds_and_values(function, how):
     function = jax.jit(function) if how == "jit" else function
     found, expected = function(in_host(GRADS)), function(GRADS)
     assert_same(found, expected)
@@ -99,7 +99,7 @@ def test_functions_of_a_tree(function, how):
 @pytest.mark.slow
 @NEEDS_JAX_0_10_2
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_on_a_mesh_shardings_stay_too(kind):
+def test_adaptive_grad_clip_keeps_memory_kind_on_mesh(kind):
     mesh = jax.make_mesh((2,), ("data",), (kind,))
     split = jax.NamedSharding(mesh, jax.P("data"))
     tree = {name: jnp.arange(4.0 * len(shape)) for name, shape in SHAPES.items()}
@@ -113,7 +113,7 @@ def test_on_a_mesh_shardings_stay_too(kind):
 
 
 @pytest.mark.slow
-def test_the_monitor_reads_states_in_the_hosts_memory():
+def test_monitor_reads_states_in_host_memory():
     tx = optax.chain(
         monitor.record(3), optaxclip.clip_by_norm(1.0), optaxclip.skip_nonfinite(optax.sgd(0.1))
     )

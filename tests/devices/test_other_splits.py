@@ -33,7 +33,7 @@ def gradients(*shape):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("kinds", [KINDS, KINDS[::-1]], ids=["explicit first", "automatic first"])
-def test_leaves_that_are_split_over_axes_of_both_kinds_are_not_gathered(name, kinds):
+def test_clips_gather_nothing_over_mixed_axis_types(name, kinds):
     tx, whole = CLIPS[name](), gradients(64, 64)
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
     expected = jax.jit(tx.update)(whole, tx.init(whole), whole)[0]["w"]
@@ -59,7 +59,7 @@ STEPS = {
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("specs", [(P(), P("x")), (P("x"), P())], ids=["gradients", "state"])
-def test_gradients_and_states_may_be_split_differently(name, specs):
+def test_states_accept_different_sharding_from_gradients(name, specs):
     mesh, tx, whole = jax.make_mesh((8,), ("x",)), STEPS[name](), gradients(16, 4)
 
     def two_steps(grads, state):
@@ -85,7 +85,7 @@ HISTORIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HISTORIES)
-def test_a_history_may_be_split_over_a_mesh(name):
+def test_histories_accept_sharding_over_mesh(name):
     mesh, tx, grads = jax.make_mesh((8,), ("x",)), HISTORIES[name](), gradients(16, 4)
     sizes = np.arange(1, 20, dtype=np.float32) % 7
 
@@ -108,7 +108,7 @@ def test_a_history_may_be_split_over_a_mesh(name):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_on_one_device_is_so_for_all():
+def test_methods_treat_nonfinite_elements_equally_on_mesh():
     """The compiler's maximum over devices loses a NaN on a CPU (JAX 0.10.2): none may be taken."""
     rng = np.random.default_rng(0)
     shapes = {"w": (16, 24), "b": (8,), "v": (16,)}

@@ -50,7 +50,7 @@ def random_grads(examples):
         lambda name, batch: name == "tree" or batch == "weights too", product(SCOPES, BATCHES)
     ),
 )
-def test_sums_are_those_of_one_device(name, batch):
+def test_clip_sum_on_explicit_mesh_matches_single_device(name, batch):
     grads, specs = random_grads(16), BATCHES[batch]
     run = functools.partial(per_example.clip_sum, threshold=3.0, scope=SCOPES[name])
     split = placed(grads, specs)
@@ -69,7 +69,7 @@ def test_sums_are_those_of_one_device(name, batch):
 
 
 @pytest.mark.slow
-def test_an_aggregate_with_noise():
+def test_noisy_aggregate_on_explicit_mesh_matches_single_device():
     tx = optaxclip.per_example_clip_and_aggregate(
         per_example.quantile_threshold(init_threshold=2.0, count_noise=1.0), 0.5, jax.random.key(1)
     )
@@ -114,7 +114,7 @@ SPLITS = {8: P(("a", "b")), 4: P("a"), 1: P()}
     ("size", "ways"),
     slow_unless(lambda size, ways: size == 3 or ways == 8, product((None, 1, 3, 4, 8), SPLITS)),
 )
-def test_microbatches_that_divide_and_do_not(size, ways):
+def test_clipped_grad_microbatches_need_not_divide_batch(size, ways):
     split = SPLITS[ways]
     examples = 16 if split else 10
     params, batch, expected = on_one_device(examples)
@@ -131,7 +131,7 @@ def test_microbatches_that_divide_and_do_not(size, ways):
 
 
 @pytest.mark.slow
-def test_microbatches_where_no_mesh_is_set():
+def test_clipped_grad_accepts_shardings_without_set_mesh():
     params, x = {"w": jnp.ones((4, 6)), "b": jnp.ones(6)}, jnp.linspace(-1, 1, 64).reshape(16, 4)
     specs = {"w": P(None, "b"), "b": P()}
 
@@ -144,7 +144,7 @@ def test_microbatches_where_no_mesh_is_set():
 
 
 @pytest.mark.slow
-def test_microbatches_where_some_axes_are_manual():
+def test_clipped_grad_accepts_partly_manual_mesh():
     x, w = jnp.linspace(-1, 1, 32).reshape(16, 2), jnp.ones(2)
 
     def shard(w, x):
@@ -196,11 +196,11 @@ GRID = P("data", "model")
         (GRID, 3, {3: MODEL, 1: MODEL}, MODEL),
     ],
 )
-def test_a_microbatch_is_split_over_as_many_devices_as_divide_it(split, size, parts, each):
+def test_microbatches_use_largest_dividing_mesh_axes(split, size, parts, each):
     assert layouts(split, size) == (list(parts.items()), [P(each[0])] * 2 + [each])
 
 
-def test_norms_are_split_as_the_first_leaf_whose_examples_are():
+def test_norms_inherit_sharding_of_first_sharded_leaf():
     specs = {"b": P(), "v": P(None, "b"), "w": P("a", None, "b")}
     found = jax.eval_shape(lambda x: per_example.clip_sum(x, 1.0), placed(random_grads(8), specs))
     assert found.norms.sharding.spec == P("a")

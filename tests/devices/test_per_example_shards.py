@@ -51,7 +51,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize(("check_vma", "kind"), [*product([True, False], GRADIENTS)])
-def test_parts_of_parameters_are_refused(check_vma, kind):
+def test_sharded_params_raise_in_shard_map(check_vma, kind):
     message = r"varies over \['x'\]" if check_vma else "specs must be set"
     for loss, *in_specs in SPLIT.values():
         run = on_devices(GRADIENTS[kind](loss), tuple(in_specs), P(), check_vma)
@@ -73,7 +73,7 @@ def less_the_mean(w, x):
 
 @pytest.mark.parametrize("loss", [dot_of_parts, less_the_mean])
 @pytest.mark.parametrize(("check_vma", "kind"), [*product([True, False], GRADIENTS)])
-def test_a_loss_that_sees_examples_of_other_devices_is_refused(check_vma, kind, loss):
+def test_loss_with_collectives_raises_in_shard_map(check_vma, kind, loss):
     run = on_devices(GRADIENTS[kind](loss, specs=P()), (P(), P("x")), P(), check_vma)
     with pytest.raises(ValueError, match="loss_fn exchanges data between devices, by psum"):
         jax.eval_shape(run, jnp.zeros(16), X)
@@ -87,7 +87,7 @@ CLIPS = {
 
 
 @pytest.mark.parametrize(("check_vma", "clip"), [*product([True, False], CLIPS)])
-def test_parts_of_gradients_are_refused(check_vma, clip):
+def test_sharded_per_example_gradients_raise_in_shard_map(check_vma, clip):
     unknown = "sharded within examples" if check_vma else "specs must be set"
     for spec, specs, message in (
         (P(None, "x"), None, unknown),
@@ -101,7 +101,7 @@ def test_parts_of_gradients_are_refused(check_vma, clip):
         jax.eval_shape(jax.pmap(CLIPS[clip], axis_name="x"), X.reshape(8, 2, 16))
 
 
-def test_axes_that_are_not_manual_may_split_gradients():
+def test_clip_sum_accepts_gradients_sharded_over_automatic_axes():
     wide = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     options = {"mesh": wide, "in_specs": P("x"), "out_specs": P("x"), "axis_names": {"x"}}
 
@@ -113,7 +113,7 @@ def test_axes_that_are_not_manual_may_split_gradients():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_whole_gradients_of_own_examples_are_clipped_as_on_one_device(check_vma):
+def test_clip_sum_in_shard_map_matches_single_device(check_vma):
     """With and without one example, which lies on one device, the sum differs by the threshold."""
     say = None if check_vma else P()
     grad_fns = [GRADIENTS[method](dot, specs=say) for method in ("vmap", "ghost")]
@@ -138,7 +138,7 @@ def test_whole_gradients_of_own_examples_are_clipped_as_on_one_device(check_vma)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_one_key_for_the_sums_of_several_devices_is_refused(check_vma):
+def test_noisy_aggregate_of_sharded_examples_raises(check_vma):
     thresholds = (1.0, per_example.quantile_threshold(count_noise=1.0))
     for tx in (
         optaxclip.per_example_clip_and_aggregate(threshold, 1.0, 0) for threshold in thresholds
@@ -148,7 +148,7 @@ def test_one_key_for_the_sums_of_several_devices_is_refused(check_vma):
             jax.eval_shape(run, X)
 
 
-def test_an_aggregate_that_is_the_same_on_all_devices_is_that_of_one():
+def test_noisy_aggregate_of_replicated_examples_matches_single_device():
     tx = optaxclip.per_example_clip_and_aggregate(1.0, 1.0, 0)
 
     def update(x):

@@ -59,7 +59,7 @@ def assert_place(found, cls, reduced, kept=(((),), ()), *, is_unsharded=False, *
     assert found == cls(reduced, kept, is_unsharded, **others)
 
 
-def test_plain_arrays_lie_in_one_piece():
+def test_placement_of_plain_arrays_has_no_axes():
     found = place(LEAVES)
     assert_place(found, LeafShardings, (NONE, NONE), is_unsharded=True)
     assert found.all_axes == NONE
@@ -68,13 +68,13 @@ def test_plain_arrays_lie_in_one_piece():
     assert found.replicate(3) == 3
 
 
-def test_only_the_compiler_knows_on_an_automatic_mesh():
+def test_placement_on_automatic_mesh_records_mesh():
     found = place(jax.device_put(LEAVES, NamedSharding(AUTO, P("a"))))
     assert_place(found, AutomaticShardings, (NONE, NONE), mesh=found.mesh)
     assert set(found.mesh.axis_names) == {"a", "b"}
 
 
-def test_specs_outside_of_a_region_name_the_mesh():
+def test_specs_outside_shard_map_require_mesh():
     specs = {"x": P("a", "b"), "y": P()}
     shardings = {name: NamedSharding(AUTO, spec) for name, spec in specs.items()}
     found = place(LEAVES, specs=shardings)
@@ -96,7 +96,7 @@ def under_vmap(fn):
     return found
 
 
-def test_types_tell_on_an_explicit_mesh():
+def test_placement_on_explicit_mesh_reads_types():
     placed = {
         "x": jax.device_put(LEAVES["x"], NamedSharding(EXPLICIT, P("a", "b"))),
         "y": jax.device_put(LEAVES["y"], NamedSharding(EXPLICIT, P())),
@@ -116,7 +116,7 @@ def test_types_tell_on_an_explicit_mesh():
     assert_place(found, LeafShardings, (NONE, NONE), is_unsharded=True)
 
 
-def test_of_sparse_leaves_types_tell_nothing():
+def test_placement_ignores_types_with_sparse_leaves():
     sparse = BCOO((jnp.ones(2), jnp.array([[0], [1]])), shape=(4,))
     y = jax.device_put(LEAVES["y"], NamedSharding(EXPLICIT, P("a")))
     grouping = Grouping((Group(("tree",), (0, 1)),), ((0,), (0,)), "scalar")
@@ -124,7 +124,7 @@ def test_of_sparse_leaves_types_tell_nothing():
     assert_place(found, LeafShardings, (NONE, NONE), ((), ()), is_unsharded=True)
 
 
-def test_in_a_region_that_tracks_what_varies():
+def test_placement_in_tracked_region_reads_varying_axes():
     found = in_region({"x": P("a", "b"), "y": P()}, grouping=TREE)
     assert_place(found, MappedShardings, (A | B, NONE), ((), ()))
     specs = {"x": P("a", "b"), "y": P("b")}
@@ -143,7 +143,7 @@ def test_in_a_region_that_tracks_what_varies():
         under_vmap(lambda: in_region({"x": P("a"), "y": P()}, axis_name=("a", "lanes")))
 
 
-def test_in_a_region_that_does_not_track():
+def test_placement_in_untracked_region_requires_specs():
     region = functools.partial(in_region, {"x": P("a", "b"), "y": P()}, tracked=False)
     found = region(given={"x": P("a", "b"), "y": P()})
     assert_place(found, MappedShardings, (A, NONE), ((("b",),), ()))
@@ -156,7 +156,7 @@ def test_in_a_region_that_does_not_track():
         region()
 
 
-def test_each_device_adds_its_part_and_gets_its_part_back():
+def test_placement_totals_and_redistributes_partial_sums():
     specs = {"x": P("a", "b"), "y": P()}
     # A norm for each index along the second axis, which is split, and the third, which is not.
     groups = (Group(("x",), (0,), (6, 3)), Group(("y",), (1,)))
@@ -188,7 +188,7 @@ def test_each_device_adds_its_part_and_gets_its_part_back():
         assert of_y == whole[1]
 
 
-def test_shapes_of_whole_leaves():
+def test_placement_computes_global_shapes():
     specs = {"x": P("a", "b"), "y": P()}
 
     def shapes(tree, **options):

@@ -108,13 +108,13 @@ def test_losses_norms_and_thresholds_are_those_of_one_process(how):
 
 
 @each_way
-def test_what_is_replicated_is_the_same_in_both_to_the_last_bit(how):
+def test_processes_report_bitwise_equal_replicated_values(how):
     first, second = ([{**step, "nan_here": 0} for step in report[how]] for report in together())
     np.testing.assert_equal(first, second)
 
 
 @each_way
-def test_the_clips_acted(how):
+def test_clips_trigger_in_training_report(how):
     report = alone()
     by_zclip, by_norm = (
         over_steps(report[how], f"{name}/factor") for name in ("zclip", "clip_by_global_norm")
@@ -124,7 +124,7 @@ def test_the_clips_acted(how):
 
 
 @each_way
-def test_a_nan_in_one_process_is_skipped_in_both(how):
+def test_nan_in_single_process_skips_step_everywhere(how):
     first, second = (over_steps(report[how], "nan_here") > 0 for report in together())
     assert not any(first)
     np.testing.assert_array_equal(second, AT_BAD)
@@ -138,7 +138,7 @@ def test_a_nan_in_one_process_is_skipped_in_both(how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_when_one_dies_the_other_ends_with_an_error(victim):
+def test_surviving_process_fails_after_peer_dies(victim):
     impatient = ["--patience=5"]
     with pytest.raises(RuntimeError) as caught:
         run_together(2, {victim: [*impatient, "--dies-at=2"], 1 - victim: impatient})
@@ -149,12 +149,12 @@ def test_when_one_dies_the_other_ends_with_an_error(victim):
 
 
 @pytest.mark.slow
-def test_who_waits_in_vain_for_a_peer_ends_with_an_error():
+def test_process_fails_after_waiting_for_peer():
     with pytest.raises(RuntimeError, match=r"(?s)process 0 died of SIGABRT.*process 1 ended with"):
         run_together(2, {0: ["--patience=1"], 1: ["--unknown"]})
 
 
-def test_who_does_not_end_is_stopped(monkeypatch):
+def test_hanging_process_gets_stopped(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "BOUND", 1)
     with pytest.raises(RuntimeError, match=r"process 0 was stopped after 1 s"):
         run_together(1)

@@ -128,7 +128,7 @@ def assert_as_on_one_device(names, way, is_mesh_set, fsdp=1):
         [(name, is_set) for name in DISTINCT for is_set in (False, True)],
     ),
 )
-def test_every_method(name, is_mesh_set):
+def test_methods_vmap_sharded_seeds(name, is_mesh_set):
     assert_as_on_one_device([name], "jit of vmap", is_mesh_set)
 
 
@@ -141,12 +141,12 @@ with_a_mesh_or_not = pytest.mark.parametrize(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 @with_a_mesh_or_not
-def test_all_that_is_no_method(name, is_mesh_set):
+def test_wrappers_and_functions_vmap_sharded_seeds(name, is_mesh_set):
     assert_as_on_one_device([name], "jit of vmap", is_mesh_set)
 
 
 @with_a_mesh_or_not
-def test_numbers_of_all_seeds_for_a_log(is_mesh_set):
+def test_metrics_summarize_sharded_seeds(is_mesh_set):
     """Also a NaN of one seed, which the compiler's maximum over devices would lose."""
     groups = clip_by_group_norm(0.1, {"b": "a", "v": "b", "w": "a"})
     leaves = monitor.record(2, scope=scopes.leaf())
@@ -169,7 +169,7 @@ def test_numbers_of_all_seeds_for_a_log(is_mesh_set):
 
 @pytest.mark.slow
 @with_a_mesh_or_not
-def test_leaves_that_are_the_same_for_all_seeds(is_mesh_set):
+def test_clips_accept_leaves_shared_by_sharded_seeds(is_mesh_set):
     mesh, same = jax.make_mesh((SEEDS,), ("seeds",)), random_tree(1)
 
     def train(w):
@@ -185,7 +185,7 @@ def test_leaves_that_are_the_same_for_all_seeds(is_mesh_set):
 
 @pytest.mark.slow
 @with_a_mesh_or_not
-def test_seeds_whose_parameters_are_split_too(is_mesh_set):
+def test_seeds_accept_sharded_params(is_mesh_set):
     assert_as_on_one_device([*ONE_OF_EACH, "zclip"], "jit of vmap", is_mesh_set, fsdp=2)
 
 
@@ -194,5 +194,5 @@ def test_seeds_whose_parameters_are_split_too(is_mesh_set):
     ("way", "names"),
     slow_unless(lambda _, names: names is TWO, itertools.product(WAYS, (TWO, ONE_OF_EACH))),
 )
-def test_other_ways_to_map(way, names):
+def test_seeds_support_all_vmap_and_jit_orders(way, names):
     assert_as_on_one_device(names, way, True)

@@ -106,7 +106,7 @@ def assert_same_shardings(actual, expected):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
-def test_forward_derivative_where_squares_nearly_vanish():
+def test_global_norm_forward_derivative_survives_underflowing_squares():
     x = np.zeros((8, 100), np.float32)
     x[:, 0] = np.linspace(1, 3, 8) * 1e-15
     norm = jax.shard_map(ops.global_norm, mesh=mesh(), in_specs=P(("a", "b")), out_specs=P())
@@ -114,7 +114,7 @@ def test_forward_derivative_where_squares_nearly_vanish():
     np.testing.assert_allclose(slope, x / np.linalg.norm(x.astype(np.float64)), rtol=1e-5)
 
 
-def test_shardings_stay_without_jit():
+def test_clip_without_jit_keeps_shardings():
     placed, tx = jax.device_put(TREES[0], shardings()), make("global_norm")
     clipped, _ = tx.update(placed, tx.init(placed))
     assert_same_shardings(clipped, placed)
@@ -128,7 +128,7 @@ def test_shardings_stay_without_jit():
         product(METHODS, ("Auto", "Explicit", "Auto, specs")),
     ),
 )
-def test_under_jit(name, kind):
+def test_methods_under_jit_match_single_device(name, kind):
     given, kind = ", specs" in kind, kind.split(",")[0]
     placed = [jax.device_put(tree, shardings(kind)) for tree in (*TREES, PARAMS)]
     options = {"specs": shardings(kind)} if given else {}
@@ -149,7 +149,7 @@ def test_under_jit(name, kind):
         [*product(METHODS, ("tracked", "specs")), *product(SOME, ("tracked, specs",))],
     ),
 )
-def test_inside_shard_map(name, kind):
+def test_methods_in_shard_map_match_single_device(name, kind):
     options = {"specs": SPECS} if "specs" in kind else {}
     tx = make(name, **options)
     update = jax.jit(
@@ -193,7 +193,7 @@ def test_replicated_leaves_stay_bitwise_equal(name):
         assert all(np.array_equal(copy, copies[0, 0]) for row in copies for copy in row)
 
 
-def test_partly_manual_regions():
+def test_clip_by_global_norm_accepts_partly_manual_regions():
     @jax.jit
     @functools.partial(
         jax.shard_map,
@@ -211,12 +211,12 @@ def test_partly_manual_regions():
 
 
 @pytest.mark.parametrize("axis_name", ["i", None])
-def test_pmap_without_a_word_is_an_error(axis_name):
+def test_pmap_without_axis_name_raises(axis_name):
     with pytest.raises(ValueError, match=r"pmap .* axis_name= .* or specs="):
         jax.pmap(ops.global_norm, axis_name=axis_name)(jnp.ones((8, 2)))
 
 
-def test_vmap_without_a_word_clips_each_example():
+def test_vmap_without_axis_name_clips_examples_separately():
     x = jnp.arange(1.0, 9.0)[:, None]
     np.testing.assert_array_equal(jax.jit(jax.vmap(ops.global_norm, axis_name="i"))(x), x[:, 0])
 
@@ -244,7 +244,7 @@ def losses(norm):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", ["l2", "linf", "l1", norms.lp(3)], ids=str)
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
-def test_gradients_and_the_whole_range(norm, scale):
+def test_sharded_clip_gradients_match_across_float_range(norm, scale):
     tree = {x: TREES[0][x] * scale for x in ("w", "b")}
     (value, expected), (found, slopes) = (fn(tree, jnp.float32(scale)) for fn in losses(norm))
     np.testing.assert_allclose(found, value, rtol=1e-5)
@@ -254,7 +254,7 @@ def test_gradients_and_the_whole_range(norm, scale):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_all_devices_skip_or_none(bad):
+def test_skip_nonfinite_skips_on_all_devices(bad):
     tree = TREES[0] | {"w": TREES[0]["w"].at[5, 3].set(bad)}
     tx = optaxclip.skip_nonfinite(optax.sgd(1.0))
     update = jax.shard_map(tx.update, mesh=mesh(), in_specs=(SPECS, P()), out_specs=(SPECS, P()))
@@ -263,7 +263,7 @@ def test_all_devices_skip_or_none(bad):
     assert all(np.all(x == 0) for x in jax.tree.leaves(updates))
 
 
-def test_a_partial_sum_is_an_error():
+def test_partial_sum_raises():
     def clip(x, y):
         partial = jnp.einsum("ij,jk->ik", x, y, out_sharding=P(None, None, unreduced={"a"}))
         return ops.global_norm(partial)
@@ -288,12 +288,12 @@ def test_a_partial_sum_is_an_error():
         ({"specs": P()}, ValueError, "if no mesh is set"),
     ],
 )
-def test_an_error_names_the_argument(options, error, message):
+def test_invalid_specs_or_axis_name_raise(options, error, message):
     with pytest.raises(error, match=message):
         ops.global_norm({"w": TREES[0]["w"]}, **options)
 
 
-def test_a_spec_that_contradicts_the_type_is_an_error():
+def test_specs_contradicting_type_raise():
     @functools.partial(jax.shard_map, mesh=mesh(), in_specs=P("a", "b"), out_specs=P())
     def norm(x):
         return ops.global_norm(x, specs=P("a"))
@@ -302,7 +302,7 @@ def test_a_spec_that_contradicts_the_type_is_an_error():
         norm(TREES[0]["w"])
 
 
-def test_no_more_collectives_than_optax_where_only_the_compiler_knows():
+def test_clip_by_global_norm_needs_no_extra_collectives():
     placed = jax.device_put(TREES[0], shardings())
 
     def count(tx):
@@ -315,7 +315,7 @@ def test_no_more_collectives_than_optax_where_only_the_compiler_knows():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("shape", [(512, 256), (48, 250)], ids=str)
 @pytest.mark.parametrize("spec", [P("a", "b"), P(("a", "b"))], ids=str)
-def test_large_float16_leaves_stay_where_they_are(spec, shape):
+def test_float16_leaves_keep_sharding(spec, shape):
     leaf = np.random.default_rng(0).standard_normal(shape).astype(np.float16)
     placed = jax.device_put(leaf, NamedSharding(mesh(), spec))
     norm = jax.jit(ops.global_norm).lower(placed).compile()
@@ -326,7 +326,7 @@ def test_large_float16_leaves_stay_where_they_are(spec, shape):
 
 
 @pytest.mark.slow
-def test_adaptive_units_keep_their_state_where_the_units_are():
+def test_unit_rule_state_matches_on_explicit_mesh():
     tx = optaxclip.clip_by(scopes.unit(), thresholds.zscore(warmup_steps=1))
     placed = [jax.device_put(tree, shardings("Explicit")) for tree in TREES]
     update, state, expected = jax.jit(tx.update), tx.init(PARAMS), tx.init(PARAMS)

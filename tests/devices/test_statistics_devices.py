@@ -74,7 +74,7 @@ MESHES = slow_unless(
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("kind", "told", "names"), MESHES)
-def test_on_a_mesh(kind, told, names):
+def test_statistics_on_mesh_match_single_device(kind, told, names):
     mesh, places = on(kind)
     grads, params = jax.device_put(trees(), (places, places))
     options = {"specs": places} if told else {}
@@ -92,7 +92,7 @@ def test_on_a_mesh(kind, told, names):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])
-def test_parameters_may_be_split_otherwise(kind):
+def test_statistics_accept_params_sharded_unlike_gradients(kind):
     mesh, of_grads = on(kind)
     _, of_params = on(kind, {"b": P(), "m": P(), "w": P(None, None)})
     grads, params = jax.device_put(trees(), (of_grads, of_params))
@@ -109,7 +109,7 @@ def test_parameters_may_be_split_otherwise(kind):
         itertools.product(("tracked", "untracked"), (TWO, tuple(SCOPES))),
     ),
 )
-def test_in_shard_map(way, names):
+def test_statistics_in_shard_map_match_single_device(way, names):
     mesh, _ = on("shard_map")
     inside = functools.partial(recorded, names, specs=SPECS)
     inside = jax.shard_map(
@@ -119,14 +119,14 @@ def test_in_shard_map(way, names):
 
 
 @pytest.mark.slow
-def test_types_alone_tell_what_is_split():
+def test_statistics_read_sharding_from_types():
     mesh, _ = on("shard_map")
     inside = functools.partial(recorded, ("tree", "leaf", "group"))
     inside = jax.shard_map(inside, mesh=mesh, in_specs=(SPECS, SPECS), out_specs=P())
     assert_as_in_one_piece(jax.jit(inside)(*trees()))
 
 
-def test_a_log_of_split_seeds_shows_the_nan_of_one():
+def test_metrics_report_nan_of_sharded_seed():
     mesh, _ = on("automatic")
     tx = monitor.record(1, scope=scopes.leaf())
     grads = {"b": np.ones((8, 3), "f"), "w": np.ones((8, 3), "f")}

@@ -35,14 +35,14 @@ def over_devices(fn, spec, **options):
 
 @pytest.mark.by_day(1)
 @each_method
-def test_specs_give_the_columns_of_the_whole(method):
+def test_unit_scope_with_specs_measures_global_columns(method):
     run = jax.jit(over_devices(functools.partial(clip, method, specs=P("i")), P("i")))
     np.testing.assert_allclose(run(WHOLE), WHOLE * (0.5 / COLUMNS), rtol=1e-5)
 
 
 @pytest.mark.by_day(1)
 @each_method
-def test_without_specs_it_is_an_error(method):
+def test_unit_scope_without_specs_raises(method):
     with pytest.raises(ValueError, match="pass specs="):
         over_devices(functools.partial(clip, method), P("i"))(WHOLE)
     named = functools.partial(clip, method, axis_name="i")
@@ -54,12 +54,12 @@ def test_without_specs_it_is_an_error(method):
 
 @pytest.mark.by_day(1)
 @each_method
-def test_a_replicated_leaf_needs_none(method):
+def test_unit_scope_accepts_replicated_leaf_without_specs(method):
     run = jax.jit(over_devices(functools.partial(clip, method), P()))
     np.testing.assert_allclose(run(WHOLE), WHOLE * (0.5 / COLUMNS), rtol=1e-5)
 
 
-def test_the_shape_of_a_part_may_say_enough():
+def test_unit_scope_accepts_axis_name_for_unambiguous_shapes():
     """Where a part is a matrix so is the whole, and a vector is one unit."""
     tx = optaxclip.clip_by(scopes.unit(), 0.5, axis_name="i")
     grads = {"b": WHOLE[:, 0], "w": np.concatenate([WHOLE, WHOLE])}
@@ -75,7 +75,7 @@ def mesh(kind="Auto"):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_units_stay_where_they_are(kind):
+def test_adaptive_grad_clip_gathers_norms_but_no_leaves(kind):
     """Where only the compiler knows how leaves are split, norms are gathered, but no leaf."""
     specs = {"q": P(None, "a"), "k": P(None, "a"), "o": P("a", None), "v": P("b", "a")}
     leaves = {x: jnp.ones((64, 32)) for x in specs}
@@ -87,7 +87,7 @@ def test_units_stay_where_they_are(kind):
     assert most_gathered(update) <= 2 * 4 * 32
 
 
-def test_the_compiler_is_told_that_each_device_has_all_norms_and_multipliers():
+def test_adaptive_grad_clip_constrains_sharding_of_norms():
     leaf = jax.device_put(jnp.ones((64, 32)), NamedSharding(mesh(), P(None, "a")))
     tx = optaxclip.adaptive_grad_clip(0.01)
     program = str(jax.jit(tx.update).trace(leaf, tx.init(leaf), leaf).jaxpr)
@@ -97,7 +97,7 @@ def test_the_compiler_is_told_that_each_device_has_all_norms_and_multipliers():
 
 
 @pytest.mark.slow
-def test_seeds_on_devices_of_their_own_stay_there():
+def test_adaptive_grad_clip_keeps_seeds_on_separate_devices():
     leaves = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 6)), jnp.float32)
     placed = jax.device_put(leaves, NamedSharding(mesh(), P("a")))
     tx = optaxclip.adaptive_grad_clip(0.3)

@@ -61,7 +61,7 @@ def assert_as_on_one_device(found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_under_jit(kind):
+def test_update_clips_under_jit_match_single_device(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh):
         compiled = jax.jit(step).lower(*placed(mesh)).compile()
@@ -76,7 +76,7 @@ def test_under_jit(kind):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("tracked", [True, False])
-def test_in_shard_map(tracked):
+def test_update_clips_in_shard_map_match_single_device(tracked):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def local(grads, params, logits):

@@ -48,7 +48,7 @@ def assert_as_by_global_norm(updates, tree=TREE):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_the_warm_up_clips_by_the_norm_of_all_groups(scope, scale):
+def test_adagc_warmup_clips_by_global_norm(scope, scale):
     tree = jax.tree.map(lambda x: x * scale, TREE)
     assert_as_by_global_norm(warm_up_here(tree, scope), tree)
 
@@ -67,17 +67,17 @@ def spread(check_vma, scope):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", ["axes", "unit"])
-def test_groups_on_other_devices_count(scope):
+def test_adagc_warmup_includes_groups_on_other_devices(scope):
     assert_as_by_global_norm(spread(check_vma=True, scope=scope)(TREE))
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", ["tree", "group", "unit"])
-def test_groups_on_other_devices_count_without_tracking(scope):
+def test_adagc_warmup_includes_untracked_groups(scope):
     assert_as_by_global_norm(spread(check_vma=False, scope=scope)(TREE))
 
 
-def test_a_group_that_is_not_finite_does_not_count():
+def test_adagc_warmup_ignores_nonfinite_group():
     tree = TREE | {"w": TREE["w"].at[0, 0].set(jnp.nan)}
     updates = warm_up_here(tree, "unit")
     counted = {"v": TREE["v"], "b": TREE["b"], "w": TREE["w"].at[:, 0].set(0)}

@@ -59,7 +59,7 @@ def make_slip(monkeypatch, place, name, change):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("slip", SLIPS)
-def test_a_slip_is_caught(slip, monkeypatch):
+def test_assertions_catch_wrong_shapes_and_dtypes(slip, monkeypatch):
     make_slip(monkeypatch, *SLIPS[slip])
     tx = optaxclip.clip_by(scopes.unit(), 1.0)
     state = tx.init(GRADS)
@@ -119,7 +119,7 @@ CALLS = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("slip", ENDS)
-def test_a_slip_at_an_end_is_caught(slip, monkeypatch):
+def test_assertions_check_outputs_of_public_functions(slip, monkeypatch):
     call, tree = CALLS.get(slip, CALLS.get(slip.split(",")[0])), {"a": jnp.ones((3, 2))}
     jax.clear_caches()
     jax.eval_shape(call, tree)
@@ -129,7 +129,7 @@ def test_a_slip_at_an_end_is_caught(slip, monkeypatch):
         jax.eval_shape(call, tree)
 
 
-def test_assertions_can_be_switched_off(monkeypatch):
+def test_chex_disable_asserts_disables_assertions(monkeypatch):
     monkeypatch.setattr(step, "scale", lambda leaf, *args, **more: longer(leaf))
     tx = optaxclip.clip_by_global_norm(1.0)
     state = tx.init(GRADS)

@@ -32,7 +32,7 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=3e-6)
 
 
-def test_holds_norms_between_its_edges():
+def test_band_bounds_norms_from_both_sides():
     close(new_norms(1.0, low=0.5), np.where(NORMS == 0, 0, np.clip(NORMS, 0.5, 1)))
     inside = (NORMS == 0) | ((NORMS >= 0.5) & (NORMS <= 1))
     np.testing.assert_array_equal(new_norms(1.0, low=0.5)[inside], NORMS[inside])
@@ -47,7 +47,7 @@ def test_where_there_is_no_threshold_there_is_no_band():
     close(new_norms(1e-8, low=0.5), np.where(NORMS == 0, 0, np.clip(NORMS, 5e-9, 1e-8)))
 
 
-def test_bounds_on_the_factor_come_last():
+def test_band_applies_factor_bounds_last():
     ratio = np.clip(1 / np.maximum(NORMS, 1e-38), 0.1, 10)
     close(new_norms(1.0, low=1.0, min_factor=0.1, max_factor=10.0), ratio * NORMS)
     only_up = np.maximum(NORMS, np.sign(NORMS))
@@ -55,7 +55,7 @@ def test_bounds_on_the_factor_come_last():
     close(new_norms(1.0, low=1.0, min_factor=1.0), only_up)
 
 
-def test_aggc_of_two_groups():
+def test_band_reproduces_published_aggc_sequence():
     """The printed sequence: clipped norms are recorded, in an average begun with the first."""
     rule = thresholds.ema(0.98, 1.5, patience=None, floor=0.0)
     labels = {"q": "attention", "k": "attention", "w": "mlp"}
@@ -73,7 +73,7 @@ def test_aggc_of_two_groups():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("low", "high"), [(0.0, 10.0), (0.5, 2.0), (1.0, 1.0)])
-def test_lamb_with_a_bounded_trust_ratio(low, high):
+def test_band_reproduces_lamb_trust_ratio(low, high):
     rng = np.random.default_rng(0)
     sizes = np.array([1e-3, 0.3, 1, 5, 1e3])
     params = {str(i): jnp.asarray(rng.normal(size=4), jnp.float32) for i in range(5)}
@@ -91,7 +91,7 @@ def test_lamb_with_a_bounded_trust_ratio(low, high):
         close(found[name], -0.1 * ratio * u)
 
 
-def test_derivatives_are_finite():
+def test_band_derivatives_stay_finite():
     def new(norm, target, **options):
         return responses.band(0.5, **options)(norm, target, target)
 
@@ -104,14 +104,14 @@ def test_derivatives_are_finite():
             assert np.all(np.isfinite(grads))
 
 
-def test_its_name_is_a_response():
+def test_clip_by_accepts_response_name_band():
     grads = {"a": np.float32([3.0, 4.0]), "b": np.float32([0.1])}
     updates, state = clip_by(scopes.leaf(), 1.0, response="band").update(grads, None)
     close(updates["b"], [1 / 3])
     close(state.info.factor, [0.2, 10 / 3])
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_responses_treat_numpy_scalars_as_numbers():
     numpys = [make(0.5) for make in (np.float16, np.float32, np.float64)] + [np.array(0.5)[()]]
     assert {responses.band(x) for x in numpys} == {responses.band(0.5)}
     assert responses.band(max_factor=np.int64(2)) == responses.band(max_factor=2.0)

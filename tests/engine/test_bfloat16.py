@@ -12,7 +12,7 @@ EVERY = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bf
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("strict", [False, True])
-def test_every_entry_is_rounded_as_its_conversion_is(strict):
+def test_scale_bfloat16_bits_rounds_all_values_correctly(strict):
     factors = np.float32([1 + 2**-8, 1 + 3 * 2**-8, 0.3, 2**-20])
 
     @jax.jit

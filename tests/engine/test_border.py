@@ -41,7 +41,7 @@ FOLDED = {
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", FOLDED)
-def test_partial_sums_of_columns(case):
+def test_sums_in_float64_fold_tall_columns(case):
     shape, axes, in_one_piece, expected = FOLDED[case]
     options = {"axes": [axes], "groups": [0], "norm": norms.l1, "in_one_piece": in_one_piece}
     leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -51,7 +51,7 @@ def test_partial_sums_of_columns(case):
     assert sums[-1].shape == expected
 
 
-def test_scales_of_sums_of_products():
+def test_reductions_use_documented_product_scales():
     assert reductions.overflow_bound(jnp.float32) == 2.0 ** (40 - 126 + 23 + 2 * 88)
     assert reductions.scale_step(jnp.float64) == 2.0**704
     assert reductions.overflow_bound(jnp.float64) == np.finfo(np.float64).max / 2.0**40
@@ -60,7 +60,7 @@ def test_scales_of_sums_of_products():
     ) == (1.0,)
 
 
-def test_the_names_in_specs():
+def test_spec_names_reads_partition_specs():
     spec = P("a", None, ("b", "c"))
     assert [meshes_lib.spec_names(x) for x in spec] == [("a",), (), ("b", "c")]
     assert meshes_lib.spec_names(P.UNCONSTRAINED) == ()
@@ -71,7 +71,7 @@ def test_the_names_in_specs():
     assert meshes_lib.spec_names(["b", "c"]) == ("b", "c")
 
 
-def test_kinds_of_meshes():
+def test_sharding_detects_mixed_meshes_and_replication():
     auto, explicit = AxisType.Auto, AxisType.Explicit
     meshes = [jax.make_mesh((2, 2), ("a", "b"), kinds) for kinds in ((auto, explicit), (auto,) * 2)]
     assert meshes_lib.is_unsharded([jnp.ones(2), np.ones(2)])
@@ -81,14 +81,14 @@ def test_kinds_of_meshes():
         assert meshes_lib.spec_of(split) == explicit
 
 
-def test_over_how_many_devices_examples_are_split():
+def test_mesh_sharding_chooses_axes_dividing_examples():
     mesh = jax.make_mesh((2, 4), ("a", "b"), (AxisType.Explicit,) * 2)
     split = MeshSharding(mesh, P(("a", "b"), None))
     found = [split.axes_dividing(number) for number in (16, 8, 6, 4, 3)]
     assert found == [("a", "b"), ("a", "b"), ("a",), ("a",), None]
 
 
-def test_where_leaves_lie_does_not_make_options_differ():
+def test_options_ignore_sharding_in_equality():
     """A step also gets its placement, so a program is compiled for each placement anyway."""
     plain = Options.create(name="mine")
     for given in ({"specs": {"w": P("a")}}, {"axis_name": "a"}):
@@ -105,7 +105,7 @@ def test_where_leaves_lie_does_not_make_options_differ():
     )
 
 
-def test_options_of_a_function_without_a_docstring():
+def test_options_decorator_accepts_function_without_docstring():
     """As all are with `python -OO`."""
 
     @validate_call(transformation=True)
@@ -125,7 +125,7 @@ def test_options_of_a_function_without_a_docstring():
 
 
 @NEEDS_JAX_0_10_2
-def test_arrays_are_brought_to_the_device_and_back():
+def test_memory_moves_arrays_to_device_and_back():
     x, host = jnp.ones(2), jax.memory.Space.Host
     away = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
     assert memory.memory_spaces({"a": away, "b": x, "c": 3.0}) == [host, None, None]
@@ -148,7 +148,7 @@ def test_arrays_are_brought_to_the_device_and_back():
     assert back(away) == (away,)
 
 
-def test_the_largest_over_devices_and_its_derivative():
+def test_pmax_shares_derivative_among_ties():
     def along(x, dx):
         return jax.jvp(lambda x: meshes_lib.pmax(x, frozenset({"i"})), (x,), (dx,))
 
@@ -159,7 +159,7 @@ def test_the_largest_over_devices_and_its_derivative():
     np.testing.assert_array_equal(slopes, [[2.5] * 4, [4] * 4])  # equal ones share it
 
 
-def test_types_of_arrays_on_an_explicit_mesh():
+def test_sharding_reads_types_on_explicit_mesh():
     mesh = jax.make_mesh((2,), ("a",), (AxisType.Explicit,))
     x, other = jax.device_put(jnp.arange(4), jax.NamedSharding(mesh, P("a"))), jnp.ones(2)
     types = [jax.typeof(y) for y in (other, x)]
@@ -193,7 +193,7 @@ def test_types_of_arrays_on_an_explicit_mesh():
     assert typed[1] is tree
 
 
-def test_sums_are_split_as_gradients_are_where_only_the_compiler_knows():
+def test_sums_inherit_gradients_sharding_on_automatic_mesh():
     meshes = [jax.make_mesh((2,), ("a",), (kind,)) for kind in (AxisType.Auto, AxisType.Explicit)]
     auto, explicit = (jax.device_put(jnp.ones(4), jax.NamedSharding(x, P("a"))) for x in meshes)
     found = jax.jit(lambda like: meshes_lib.shard_like(jnp.zeros(4, jnp.float16), like))(auto)

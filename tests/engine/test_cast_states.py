@@ -21,7 +21,7 @@ TRANSFORMATIONS = {name: method.make() for name, method in METHODS.items()} | {
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_a_state_that_was_cast_keeps_its_dtypes(name, dtype):
+def test_update_keeps_dtypes_of_cast_states(name, dtype):
     tx, tree = TRANSFORMATIONS[name], random_tree(0)
 
     def narrow(x):
@@ -49,7 +49,7 @@ def test_thresholds_are_those_of_a_wide_state_but_for_rounding():
     np.testing.assert_allclose(*threshold_values, rtol=0.03)
 
 
-def test_a_counter_that_was_cast_too_is_an_error():
+def test_cast_counter_raises():
     tx = optaxclip.clip_by_global_norm(1.0)
     state = optax.tree_utils.tree_cast(tx.init(jnp.ones(3)), jnp.bfloat16)
     with pytest.raises(

@@ -30,7 +30,7 @@ WAYS = {
     ("method", "way"),
     [*[("l2", way) for way in WAYS], *[(name, "checkify(jit(vmap))") for name in METHODS]],
 )
-def test_one_bad_example_is_reported(method, way):
+def test_checkify_reports_nonfinite_example(method, way):
     tx = METHODS[method]
 
     def clip(grads):
@@ -48,7 +48,7 @@ def test_one_bad_example_is_reported(method, way):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("method", METHODS)
-def test_without_checkify_the_traceback_names_the_option_and_what_it_needs(method):
+def test_nonfinite_error_without_checkify_explains_remedy(method):
     """The message is JAX's own; we have no code where JAX raises it."""
     tx = METHODS[method]
     with pytest.raises(ValueError, match="which was not functionalized") as raised:
@@ -63,7 +63,7 @@ def test_without_checkify_the_traceback_names_the_option_and_what_it_needs(metho
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("platform")
-def test_products_with_weights_report_nothing():
+def test_checkify_ignores_unused_products():
     """At the scales of sums that are not used they are infinite, of both signs, or `inf * 0`."""
     record = optaxclip.monitor.record(2, stats=("cosine_param",))
 

@@ -28,7 +28,7 @@ def _renamed(block):
 
 
 @pytest.mark.slow
-def test_leaves_of_one_shape_share_what_is_compiled():
+def test_equal_leaves_share_compiled_kernels():
     """Else it would take XLA long to compile many of them."""
     tx = optaxclip.clip_by_global_norm(1.0)
 
@@ -50,7 +50,7 @@ def test_leaves_of_one_shape_share_what_is_compiled():
     ],
     ids=["global", "leaf", "stable_adam"],
 )
-def test_a_leaf_more_takes_few_kernels_more(tx, most):
+def test_extra_leaf_adds_few_kernels(tx, most):
     """On a CPU each takes a millisecond to compile, also where another one is equal."""
 
     def kernels(count):
@@ -72,7 +72,7 @@ def test_a_leaf_more_takes_few_kernels_more(tx, most):
     ],
     ids=["global", "leaf", "agc"],
 )
-def test_a_derivative_takes_few_instructions_more_for_a_leaf_more(tx):
+def test_extra_leaf_adds_few_derivative_instructions(tx):
     """Else what is computed once for all leaves would be compiled again for each of them."""
 
     def instructions(count):
@@ -106,7 +106,7 @@ def jits(jaxpr):
     ],
     ids=["agc", "leaf", "axes", "stacked"],
 )
-def test_groups_of_all_leaves_are_handled_at_once(tx):
+def test_multiplier_handles_all_groups_in_single_jit(tx):
     """Else kernels would be compiled for every shape of norms there is."""
     grads = [jnp.ones(shape) for shape in [(64, 8), (8, 64), (32, 32), (3,), (5,), (100,)]]
     jaxpr = jax.jit(tx.update).trace(grads, tx.init(grads), grads).jaxpr
@@ -115,7 +115,7 @@ def test_groups_of_all_leaves_are_handled_at_once(tx):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf(), scopes.unit()])
-def test_leaves_alike_are_traced_once(scope):
+def test_equal_leaves_share_trace(scope):
     """Else most of the seconds that JAX needs to trace and lower a clip go into equal sums."""
 
     def calls(count):
@@ -136,7 +136,7 @@ def reductions(traced, platform):
     return [(len(sums.split("),")), axes, "f64" in types) for sums, axes, types in found]
 
 
-def test_every_platform_measures_in_one_reduction():
+def test_global_norm_uses_single_reduction_per_platform():
     """A variadic one in float32 on accelerators; on a CPU one in float64, which needs no scales."""
     traced = jax.jit(optaxclip.ops.global_norm).trace(jnp.ones((256, 128)))
     for platform in ("tpu", "cuda"):
@@ -144,7 +144,7 @@ def test_every_platform_measures_in_one_reduction():
     assert reductions(traced, "cpu") == [(1, "[0, 1]", True)]
 
 
-def test_squares_of_gradients_whose_norms_are_recorded_are_not_summed_again_for_cosines():
+def test_record_cosine_reuses_sums_of_squares():
     tx, leaf = monitor.record(stats="cosine_param"), jax.ShapeDtypeStruct((256, 128), jnp.float32)
     traced = jax.jit(tx.update).trace(leaf, jax.eval_shape(tx.init, leaf), leaf)
     assert reductions(traced, "tpu") == [(3, "[0, 1]", False), (6, "[0, 1]", False)]
@@ -153,14 +153,14 @@ def test_squares_of_gradients_whose_norms_are_recorded_are_not_summed_again_for_
 @pytest.mark.by_day(1)
 @where_sums_are_fused
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_norm_stores_no_copy_of_the_leaves(dtype):
+def test_global_norm_stores_no_copy_of_leaves(dtype):
     leaves = [jax.ShapeDtypeStruct((512, 512), dtype)] * 3
     norm = jax.jit(optaxclip.ops.global_norm, compiler_options=AS_USERS)
     stored = norm.lower(leaves).compile().memory_analysis().temp_size_in_bytes
     assert stored < 0.05 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def test_products_of_gradients_and_parameters_store_no_copy_of_them_on_a_cpu():
+def test_inner_products_store_no_copy_on_cpu():
     def products(x, y):
         return reductions_lib.sum_products(x, y, axes=(0, 1), in_one_piece=True)
 
@@ -170,7 +170,7 @@ def test_products_of_gradients_and_parameters_store_no_copy_of_them_on_a_cpu():
 
 
 @where_sums_are_fused
-def test_two_norms_of_a_leaf_store_no_entries():
+def test_two_norms_of_leaf_store_no_elements():
     def both(leaf):
         return [optaxclip.ops.global_norm(leaf, norm=norm) for norm in ("l1", "l2")]
 
@@ -190,7 +190,7 @@ def test_two_norms_of_a_leaf_store_no_entries():
     ],
     ids=["value", "global", "leaf", "agc"],
 )
-def test_a_step_in_eager_mode_does_little_for_each_leaf(tx, most):
+def test_eager_update_needs_few_calls_per_leaf(tx, most):
     """Counted in calls of functions, Python's and those in C, for each leaf more."""
 
     def calls(count):

@@ -105,7 +105,7 @@ QUICK = [(32, "number"), (32, "bfloat16"), (64, "NumPy"), (64, "float")]
     ("bits", "kind"),
     slow_unless(lambda *case: case in QUICK, itertools.product((32, 64), THRESHOLDS)),
 )
-def test_keeps_every_kind_of_leaf_and_its_state(name, bits, kind):
+def test_update_keeps_avals_of_leaves_and_state(name, bits, kind):
     with jax.enable_x64(bits == 64):
         tree = unlike_any(name)
         state = jax.eval_shape(METHODS[name].make().init, tree)
@@ -129,7 +129,7 @@ def test_keeps_every_kind_of_leaf_and_its_state(name, bits, kind):
         itertools.product(METHODS, ["bfloat16", "float16", "complex64"]),
     ),
 )
-def test_state_does_not_depend_on_the_dtype_of_the_gradients(name, dtype):
+def test_state_ignores_dtype_of_gradients(name, dtype):
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), PARAMS)
     state = METHODS[name].make().init(PARAMS)
     update, new_state = jax.eval_shape(METHODS[name].make().update, grads, state, PARAMS)
@@ -140,7 +140,7 @@ def test_state_does_not_depend_on_the_dtype_of_the_gradients(name, dtype):
 
 @pytest.mark.by_day(2)
 @each_method
-def test_one_compilation_over_all_steps_from_an_eager_init(name):
+def test_update_compiles_once_for_all_steps(name):
     _, (updates, states), num_compilations = first_run(name)
     assert num_compilations == 1
     if METHODS[name].has_info:
@@ -153,7 +153,7 @@ def test_one_compilation_over_all_steps_from_an_eager_init(name):
 @pytest.mark.gpu
 @pytest.mark.by_day(3)
 @each_method
-def test_clips_some_and_only_shrinks(name):
+def test_methods_clip_and_only_shrink(name):
     _, (updates, states), _ = first_run(name)
     results = stack(updates)
     assert any(np.any(results[leaf] != SEQUENCE[leaf]) for leaf in SHAPES)
@@ -168,7 +168,7 @@ def test_clips_some_and_only_shrinks(name):
 
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in DISTINCT, METHODS))
-def test_eager_equals_jit_whatever_the_arrays_and_compiles_only_once(name):
+def test_eager_update_matches_jit_and_compiles_once(name):
     _, expected, _ = first_run(name)
     state = None
     for i in range(4):
@@ -187,7 +187,7 @@ def test_eager_equals_jit_whatever_the_arrays_and_compiles_only_once(name):
         assert_same(of_numpy, (updates, state))
 
 
-def test_compilations_are_seen():
+def test_compilations_counts_new_compilations():
     with compilations() as new:
         jax.jit(lambda x: x + 1)(1)
     assert len(new) == 1
@@ -205,7 +205,7 @@ def scan(name):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["clip", "unit_smooth", "zclip", "adagc"])
-def test_scan_equals_the_loop(name):
+def test_update_in_scan_matches_loop(name):
     _, (updates, states), _ = first_run(name)
     start = METHODS[name].make().init(PARAMS)
     last, all_updates = jax.jit(scan(name))(usual_threshold(name), SEQUENCE, start)
@@ -257,7 +257,7 @@ DERIVATIVES = [(reverse, name) for name in DISTINCT] + [(forward, name) for name
 @pytest.mark.parametrize(
     ("derivative", "name"), slow_unless(lambda _, name: name in TYPICAL, DERIVATIVES)
 )
-def test_derivatives_are_finite(derivative, name):
+def test_method_derivatives_stay_finite(derivative, name):
     at_point = functools.partial(derivative, name, METHODS[name].make().init(PARAMS))
     zeros, least = jax.tree.map(jnp.zeros_like, GRADS), jnp.float32(0)
     if METHODS[name].has_memory:
@@ -305,7 +305,7 @@ def with_entry(leaf, index, value):
 )
 @pytest.mark.parametrize(("leaf", "index"), [("w", (2, 5)), ("b", (1,))])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_bad_entry_makes_its_whole_group_nan_and_nothing_else(name, leaf, index, value):
+def test_nonfinite_element_affects_only_corresponding_group(name, leaf, index, value):
     bad = with_entry(leaf, index, value)
     entry = METHODS[name].shares == "entry"
     before = [GRADS] * (entry and METHODS[name].has_memory)  # else it has no bound
@@ -323,7 +323,7 @@ def test_a_bad_entry_makes_its_whole_group_nan_and_nothing_else(name, leaf, inde
 
 @pytest.mark.by_day(16)
 @pytest.mark.parametrize("name", slow_unless(DISTINCT.__contains__, METHODS))
-def test_a_later_finite_step_is_as_if_nothing_had_been(name):
+def test_finite_step_ignores_earlier_nonfinite_steps(name):
     method = METHODS[name]
     bad = jax.tree.map(lambda x: np.full_like(x, np.nan), GRADS)
     updates, states = run(name, [at(SEQUENCE, 0), bad, bad, GRADS])
@@ -352,7 +352,7 @@ def needs_its_state(name):
         [x for x in DISTINCT if x not in WRAPPERS],
     ),
 )
-def test_update_without_a_state_begins_afresh_or_says_that_it_needs_one(name):
+def test_update_without_state_initializes_or_raises(name):
     tx = METHODS[name].make()
     begin = functools.partial(tx.update, GRADS, None, PARAMS, value=1.0, grad=None)
     if needs_its_state(name):
@@ -372,7 +372,7 @@ def test_update_without_a_state_begins_afresh_or_says_that_it_needs_one(name):
         itertools.product(METHODS, ["b", "bv", "w", "wbv"]),
     ),
 )
-def test_gradients_may_be_none_where_params_are_arrays(name, missing):
+def test_update_accepts_none_gradients(name, missing):
     method = METHODS[name].make()
     grads, state = GRADS | dict.fromkeys(missing), method.init(PARAMS)
     updates, new_state = jax.eval_shape(method.update, grads, state, PARAMS)
@@ -384,7 +384,7 @@ def test_gradients_may_be_none_where_params_are_arrays(name, missing):
 @pytest.mark.parametrize(
     "name", ["clip_by_norm", "clip_by_group_norm_dict", "adaptive_grad_clip", "clip"]
 )
-def test_other_groups_do_not_notice_none(name):
+def test_none_leaf_leaves_other_groups_unchanged(name):
     whole = run(name, [GRADS])[0][0]
     method = METHODS[name].make()
     updates, state = method.update(GRADS | {"w": None}, method.init(PARAMS), PARAMS)

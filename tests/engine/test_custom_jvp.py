@@ -53,7 +53,7 @@ LOOPS = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("loop", slow_unless({"scan", "map"}.__contains__, LOOPS))
-def test_second_and_third_derivatives(loop):
+def test_custom_jvp_supports_higher_derivatives_in_loops(loop):
     def fn(x):
         return LOOPS[loop](squared, x)
 
@@ -71,7 +71,7 @@ def test_second_and_third_derivatives(loop):
     np.testing.assert_allclose(third, 24 * 1.5, rtol=1e-4)
 
 
-def test_what_the_first_derivative_has_no_part_in():
+def test_custom_jvp_supports_mixed_derivatives_in_scan():
     def total(by, x):
         def step(carry, _):
             x, found = carry
@@ -89,7 +89,7 @@ def test_what_the_first_derivative_has_no_part_in():
     np.testing.assert_allclose(found, 1 + 2 * 1.5 + 4 * 1.5**3, rtol=1e-6)
 
 
-def test_a_function_whose_operations_have_no_derivative():
+def test_custom_jvp_supports_functions_without_derivative():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def total(x):

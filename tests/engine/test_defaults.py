@@ -9,7 +9,7 @@ import optaxclip
 from optaxclip import clip_by, responses, scopes, thresholds
 
 
-def test_narrow_entries_are_rounded_to_the_nearest():
+def test_clip_rounds_bfloat16_to_nearest():
     leaf = jnp.linspace(0.5, 2, 64, dtype=jnp.bfloat16)
     tx = optaxclip.clip_by_global_norm(1.0)
     by_engine = optaxclip.clip_by(scopes.tree(), 1.0)
@@ -26,7 +26,7 @@ def test_narrow_entries_are_rounded_to_the_nearest():
         np.testing.assert_array_equal(np.float64(updates), nearest)
 
 
-def test_labels_may_come_in_any_order():
+def test_group_scope_accepts_labels_in_any_order():
     labels = {"a": "south", "b": "east", "c": "west", "d": "north", "e": "east"}
     threshold_values = {"north": 1.0, "east": 2.0, "south": 3.0, "west": 4.0}
     grads = {leaf: jnp.array([10.0 * (1 + i)]) for i, leaf in enumerate(labels)}
@@ -44,7 +44,7 @@ def test_labels_may_come_in_any_order():
         np.testing.assert_allclose(updates[leaf], expected, rtol=3e-6)
 
 
-def test_the_leaves_of_a_list_may_be_more_than_ten():
+def test_leaf_scope_orders_more_than_ten_leaves():
     grads = [jnp.array([3.0 * (1 + i), 4.0 * (1 + i)]) for i in range(12)]
     threshold_values = {str(i): 1.0 + i for i in range(12)}
     updates, info = optaxclip.clip_tree(grads, threshold_values, scope=scopes.leaf())
@@ -54,19 +54,19 @@ def test_the_leaves_of_a_list_may_be_more_than_ten():
     np.testing.assert_allclose(updates, expected, rtol=3e-6)
 
 
-def test_a_function_is_told_the_paths_of_leaves_whose_units_differ():
+def test_unit_scope_function_receives_leaf_paths():
     grads = {"a": np.float32([[3.0, 4.0], [0.0, 5.0]]), "b": [np.float32([[3.0, 4.0], [6.0, 8.0]])]}
     axes = {"a": 1, "b/0": (0, 1)}
     info = optaxclip.clip_tree(grads, 9.0, scope=scopes.unit(lambda path, leaf: axes[path]))[1]
     np.testing.assert_allclose(info.norm, [5, 125**0.5], rtol=1e-6)
 
 
-def test_layers_of_layers_have_a_number_for_each_axis():
+def test_leaf_scope_numbers_doubly_stacked_layers():
     names = clip_by(scopes.leaf(stacked=2), 1.0).init({"w": jnp.ones((2, 11, 3))}).info.names
     assert list(names) == [f"w/{i}/{j:02}" for i in range(2) for j in range(11)]
 
 
-def test_auto_s_without_gamma_normalizes():
+def test_auto_s_with_zero_gamma_normalizes():
     leaf = np.float32([3.0, 4.0])
     updates = optaxclip.clip_tree(leaf, 1.0, scope=scopes.tree(), response=responses.auto_s(0))[0]
     np.testing.assert_allclose(updates, [0.6, 0.8], rtol=3e-6)
@@ -74,12 +74,12 @@ def test_auto_s_without_gamma_normalizes():
         np.testing.assert_allclose(responses.auto_s(0)(size, size, size), size, rtol=1e-6)
 
 
-def test_names_are_responses_without_options():
+def test_response_names_equal_responses_with_defaults():
     assert responses.as_response("auto_s") == responses.auto_s()
     assert responses.as_response("band") == responses.band()
 
 
-def test_a_layer_that_is_not_finite_is_counted_and_its_factor_is_zero():
+def test_zero_policy_counts_nonfinite_leaf():
     grads = {"a": np.array([np.nan, 1.0], jnp.bfloat16), "b": np.float32([3.0, 4.0])}
     updates, info = optaxclip.clip_tree(grads, 1.0, scope=scopes.leaf(), nonfinite="zero")
     assert list(info.num_nonfinite) == [1, 0]
@@ -89,7 +89,7 @@ def test_a_layer_that_is_not_finite_is_counted_and_its_factor_is_zero():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("tree", [{}, {"w": None}, jnp.zeros(0)], ids=str)
-def test_a_tree_without_entries_keeps_the_shapes_of_its_state(tree):
+def test_empty_tree_keeps_state_shapes(tree):
     tx = optaxclip.clip_by_global_norm(1.0)
     state = tx.init(tree)
     after = tx.update(tree, state)[1]
@@ -106,7 +106,7 @@ def test_without_a_threshold_every_response_lets_gradients_be(response):
         np.testing.assert_array_equal(tx.update(grads, tx.init(grads))[0], grads)
 
 
-def test_what_a_zero_group_was_multiplied_by():
+def test_zero_group_records_unit_factor():
     for options in ({"response": "normalize"}, {"strict": True}):
         tx = clip_by(scopes.tree(), 0.5, **options)
         updates, state = tx.update(jnp.zeros(2), tx.init(jnp.zeros(2)))
@@ -114,7 +114,7 @@ def test_what_a_zero_group_was_multiplied_by():
         np.testing.assert_allclose(state.info.factor, 1, rtol=2e-6)
 
 
-def test_names_that_would_mix_up_the_groups_are_refused():
+def test_ambiguous_group_names_raise():
     for other in ("a/05", "a/0"):
         grads = {"a": jnp.ones((10, 2)), other: jnp.ones(2)}
         tx = clip_by(scopes.leaf(stacked={"a": 1, other: 0}), 1.0)
@@ -122,7 +122,7 @@ def test_names_that_would_mix_up_the_groups_are_refused():
             tx.init(grads)
 
 
-def test_masked_entries_have_no_derivative():
+def test_masked_elements_have_zero_derivative():
     def clip(x):
         return optaxclip.clip_tree([x], 1.0, scope=scopes.tree(), nonfinite="mask")[0][0]
 
@@ -139,7 +139,7 @@ def test_masked_entries_have_no_derivative():
     np.testing.assert_array_equal(change[::2], 0)
 
 
-def test_a_norm_of_the_whole_tree_is_for_the_whole_tree():
+def test_grad_norm_applies_only_to_whole_tree():
     grads = {"a": np.float32([jnp.nan, 3.0]), "b": np.float32([6.0, 8.0])}
     by_leaf = clip_by(scopes.leaf(), 1.0, nonfinite="zero")
     masked = clip_by(scopes.tree(), 1.0, nonfinite="mask")
@@ -154,7 +154,7 @@ def test_a_norm_of_the_whole_tree_is_for_the_whole_tree():
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_norm_that_is_known_may_be_wider_than_float32():
+def test_use_norm_accepts_float64():
     leaf = jnp.array([3e200, 4e200])
     updates, info = optaxclip.clip_tree(leaf, 1.0, scope=scopes.tree(), use_norm=np.float64(5e200))
     assert float(info.norm) == 5e200
@@ -168,7 +168,7 @@ def test_params_may_be_anything_where_no_threshold_is_relative_to_them():
     np.testing.assert_allclose(updates["w"], [0.6, 0.8], rtol=1e-6)
 
 
-def test_python_numbers_beside_what_is_traced():
+def test_python_scalars_combine_with_traced_leaves():
     agc = optaxclip.adaptive_grad_clip(0.5)
 
     def run(x):
@@ -181,7 +181,7 @@ def test_python_numbers_beside_what_is_traced():
     assert all((x.shape, x.dtype) == ((), jnp.float32) for x in found)
 
 
-def test_an_exact_factor_of_1_changes_no_bit():
+def test_unit_factor_changes_no_bits():
     tiny = np.array([0x0001, 0x8042, 0x3F00], np.uint16).view(jnp.bfloat16)
     options = {"scope": scopes.tree(), "response": responses.clip_with_eps()}
     found, _ = optaxclip.clip_tree(tiny, 0.6, **options)

@@ -133,7 +133,7 @@ def derivatives(x, threshold, **combination):
 @pytest.mark.gpu
 @pytest.mark.by_day(1)
 @combinations
-def test_right_where_smooth(scope, norm, response):
+def test_clip_derivatives_match_finite_differences(scope, norm, response):
     combination = {"scope": scope, "norm": norm, "response": response}
     # The smooth response has no corner where the norm is at the threshold; the others have.
     at_threshold = (float(np.float32(largest_norm(scope, norm))),)
@@ -156,7 +156,7 @@ def test_right_where_smooth(scope, norm, response):
 
 @pytest.mark.by_day(2)
 @combinations
-def test_finite_everywhere(scope, norm, response):
+def test_clip_derivatives_stay_finite_at_singular_points(scope, norm, response):
     combination = {"scope": scope, "norm": norm, "response": response}
     x, zeros = np.float32(POINT), np.zeros(10, np.float32)
     points = {
@@ -181,7 +181,7 @@ def test_finite_everywhere(scope, norm, response):
 @pytest.mark.by_day(3)
 @combinations
 @pytest.mark.parametrize("scale", [1e-10, 1e-15, 1e-20])
-def test_finite_for_tiny_gradients(scope, norm, response, scale):
+def test_clip_derivatives_stay_finite_for_tiny_gradients(scope, norm, response, scale):
     """Where the square or the cube of the norm underflows, but no derivative overflows."""
     x = jnp.float32(POINT * scale)
     for threshold in (scale / 10, scale * 10):
@@ -217,7 +217,7 @@ def test_identity_at_or_below_the_threshold(scope, norm):
 
 @combinations
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
-def test_right_where_squares_leave_the_range(scope, norm, response, scale):
+def test_clip_derivatives_survive_overflowing_squares(scope, norm, response, scale):
     """Scaling gradients and threshold alike leaves the Jacobian as it is."""
     combination = {"scope": scope, "norm": norm, "response": response}
     scale = float(2 ** round(math.log2(scale)))
@@ -229,7 +229,7 @@ def test_right_where_squares_leave_the_range(scope, norm, response, scale):
     np.testing.assert_allclose(far[2], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_in_forward_mode_where_the_factor_over_the_norm_is_too_small():
+def test_forward_derivative_survives_tiny_factors():
     """The tangent of the factor is not computed as a subnormal number or as zero."""
 
     def value(grads):
@@ -244,7 +244,7 @@ def test_in_forward_mode_where_the_factor_over_the_norm_is_too_small():
     np.testing.assert_allclose(jax.jit(along)(sizes), 1e-5 / sizes * of_unit, rtol=1e-5)
 
 
-def test_of_a_response_that_has_none_for_what_it_need_not_judge():
+def test_response_derivative_ignores_unused_branches():
     """The derivative would be infinity / infinity for infinite thresholds and norms."""
 
     def response(norm, trigger, target):
@@ -266,7 +266,7 @@ def test_of_a_response_that_has_none_for_what_it_need_not_judge():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("response", ["clip", "smooth"])
-def test_under_vmap(response):
+def test_clip_derivatives_under_vmap_match_loop(response):
     def loss(x, threshold):
         return jnp.asarray(WEIGHTS, jnp.float32) @ clip(x, threshold, "leaf", "l2", response)
 
@@ -306,7 +306,7 @@ def loss_at_points(scope, norm, response):
         ("unit", "l2", "smooth"),
     ],
 )
-def test_checkify_reports_nothing(scope, norm, response):
+def test_checkify_accepts_clip_derivatives(scope, norm, response):
     gradient, points = loss_at_points(scope, norm, response)
     checked = jax.jit(checkify.checkify(gradient, checkify.float_checks | checkify.div_checks))
     for x, threshold in points:
@@ -318,7 +318,7 @@ def test_checkify_reports_nothing(scope, norm, response):
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda x: x.__name__
 )
-def test_strict_keeps_the_gradients(dtype):
+def test_strict_keeps_derivatives(dtype):
     x = jnp.asarray(POINT, dtype)
 
     def gradients(strict):
@@ -341,7 +341,7 @@ def test_strict_keeps_the_gradients(dtype):
 @pytest.mark.by_day(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("response", ["clip", "smooth"])
-def test_float64_to_full_precision(response):
+def test_float64_derivatives_keep_full_precision(response):
     combination = {"scope": "leaf", "norm": "l2", "response": response}
 
     def fn(v):
@@ -359,7 +359,7 @@ def test_float64_to_full_precision(response):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [70, 300])
-def test_large_groups(size):
+def test_large_group_derivatives_match_formula(size):
     """Those above 64 entries are measured in another way."""
     x = np.random.default_rng(0).standard_normal(size).astype(np.float32)
 
@@ -393,7 +393,7 @@ TRANSFORMATIONS = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
-def test_transformations_of_zeros(make):
+def test_transformation_derivatives_stay_finite_at_zero(make):
     def loss(grads, params, threshold):
         tx = make(threshold)
         clipped, _ = tx.update(grads, tx.init(params), params)

@@ -81,7 +81,7 @@ clip_tree_traced = jax.jit(clip_tree)
         pytest.param(f32, [3e38] * 9, 1, [1 / 3] * 9, id="float32 3e38 x 9, beyond float32"),
     ],
 )
-def test_value(mode, dtype, entries, threshold, expected):
+def test_global_norm_clip_matches_tabulated_values(mode, dtype, entries, threshold, expected):
     grads = np.array(entries, np.float64).astype(dtype)
     (clipped,), info = (clip_tree if mode == "number" else clip_tree_traced)([grads], threshold)
     norm = np.linalg.norm(grads.astype(np.float64))
@@ -130,7 +130,7 @@ def tree_of(bad):
 
 @bad_leaves
 @policies
-def test_nonfinite_tree_is_replaced_as_one(bad, policy):
+def test_nonfinite_policy_replaces_whole_tree(bad, policy):
     clipped, info = update(optaxclip.clip_by_global_norm(1.0, nonfinite=policy), tree_of(bad))
     for leaf in jax.tree.leaves(clipped):
         np.testing.assert_array_equal(leaf, np.full(2, REPLACEMENT[policy], f32))
@@ -140,7 +140,7 @@ def test_nonfinite_tree_is_replaced_as_one(bad, policy):
 
 @bad_leaves
 @policies
-def test_nonfinite_leaf_leaves_the_others_alone(bad, policy):
+def test_nonfinite_policy_leaves_other_leaves_unchanged(bad, policy):
     clipped, info = update(optaxclip.clip_by_norm(1.0, nonfinite=policy), tree_of(bad))
     replaced = np.full(2, REPLACEMENT[policy], f32)
     np.testing.assert_array_equal(clipped["a"][0]["bad"], replaced)
@@ -150,7 +150,7 @@ def test_nonfinite_leaf_leaves_the_others_alone(bad, policy):
 
 @pytest.mark.by_day(1)
 @policies
-def test_nonfinite_unit_leaves_the_others_alone(policy):
+def test_nonfinite_policy_leaves_other_units_unchanged(policy):
     grads = np.float32([[inf, 3.0, 0.3], [1.0, 4.0, 0.4]])
     clipped, info = update(optaxclip.clip_by(scopes.unit(), 1.0, nonfinite=policy), grads)
     replaced = REPLACEMENT[policy]
@@ -161,7 +161,7 @@ def test_nonfinite_unit_leaves_the_others_alone(policy):
 
 @pytest.mark.by_day(1)
 @bad_leaves
-def test_nonfinite_entries_masked(bad):
+def test_mask_policy_zeros_nonfinite_elements(bad):
     finite = np.where(np.isfinite(bad), bad, 0)
     norm = np.linalg.norm(finite)
     for make, total in (
@@ -182,7 +182,7 @@ def test_nonfinite_entries_masked(bad):
     [(optaxclip.clip_by_global_norm, "a/0/bad, good"), (optaxclip.clip_by_norm, "a/0/bad")],
     ids=["tree", "leaf"],
 )
-def test_nonfinite_error(bad, make, leaves):
+def test_error_policy_reports_nonfinite_leaves(bad, make, leaves):
     message = rf"^{make.__name__}: the gradient norm is not finite; leaves: {leaves} "
     tx = make(1.0, nonfinite="error")
     with pytest.raises(checkify.JaxRuntimeError, match=message):
@@ -199,14 +199,14 @@ def test_nonfinite_error(bad, make, leaves):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("policy", ["nan", "zero", "mask"])
-def test_huge_finite_entries_are_not_nonfinite(policy):
+def test_nonfinite_policy_accepts_huge_finite_elements(policy):
     tx = optaxclip.clip_by_global_norm(1.0, nonfinite=policy)
     clipped, info = update(tx, [jnp.full(4, 3e38)])
     np.testing.assert_allclose(clipped[0], [0.5] * 4, rtol=1e-6)
     assert (info.num_nonfinite, info.num_clipped) == (0, 1)
 
 
-def test_elementwise_clipping_keeps_nan_and_bounds_infinities():
+def test_clip_keeps_nan_and_bounds_infinities():
     clipped, _ = update(optaxclip.clip(2.0), np.float32([nan, inf, -inf, 3.0]))
     np.testing.assert_array_equal(clipped, [nan, 2.0, -2.0, 2.0])
 
@@ -217,7 +217,7 @@ def test_elementwise_clipping_keeps_nan_and_bounds_infinities():
 @pytest.mark.by_day(14)
 @every_transformation
 @pytest.mark.parametrize("tree", [{}, [], {"a": None}, [None, ()]], ids=str)
-def test_nothing_to_clip(make, tree):
+def test_transformations_accept_empty_trees(make, tree):
     clipped, info = update(make(1.0), tree)
     assert clipped == tree
     assert not any(np.any(norm) for norm in jax.tree.leaves(info.norm if info else ()))
@@ -225,7 +225,7 @@ def test_nothing_to_clip(make, tree):
 
 @pytest.mark.by_day(1)
 @every_transformation
-def test_leaves_of_other_types(make):
+def test_transformations_accept_scalars_and_numpy_leaves(make):
     grads = {
         "zero-size": jnp.zeros((0, 3)),
         "scalar": jnp.array(3.0),
@@ -244,7 +244,7 @@ def test_leaves_of_other_types(make):
 
 @pytest.mark.by_day(2)
 @every_transformation
-def test_complex_leaves(make):
+def test_transformations_scale_complex_leaves(make):
     """The modulus counts; elementwise clipping keeps the phase."""
     z = jnp.array([3 + 4j, -6 + 8j, 0.0], jnp.complex64)
     norm, rms = math.sqrt(125), math.sqrt(125 / 3)
@@ -263,7 +263,7 @@ def test_complex_leaves(make):
 
 @pytest.mark.by_day(1)
 @every_transformation
-def test_other_leaves_pass_uncounted(make):
+def test_transformations_pass_non_float_leaves_through(make):
     others = {
         "none": None,
         "int": jnp.arange(3),
@@ -284,7 +284,7 @@ def test_other_leaves_pass_uncounted(make):
 
 @every_transformation
 @pytest.mark.parametrize("leaf", ["text", math, object()], ids=["a str", "a module", "an object"])
-def test_leaf_that_is_no_array(make, leaf):
+def test_non_array_leaves_raise(make, leaf):
     tx, params = make(1.0), {"w": jnp.ones(2)}
     state = tx.init(params)
     with pytest.raises(TypeError, match=f"updates.*'w'.*{type(leaf).__name__}"):
@@ -314,12 +314,12 @@ def test_threshold_that_is_no_scalar_or_no_number(make, threshold):
     [(2.0, 1.0), (np.float32(2), 1), (jnp.array(2.0), 1.0), (np.array([0.0, 2.0]), 1.0)],
     ids=["floats", "NumPy scalar", "JAX scalar", "array"],
 )
-def test_minimum_above_maximum(low, high):
+def test_clip_by_value_rejects_minimum_above_maximum(low, high):
     with pytest.raises(ValueError, match="min_value must be at most max_value"):
         optaxclip.clip_by_value(low, high)
 
 
-def test_bounds_that_would_grow_the_leaf():
+def test_clip_by_value_rejects_bounds_larger_than_leaf():
     tx = optaxclip.clip_by_value(jnp.full((2, 3), -1.0), 1.0)
     with pytest.raises(
         ValueError, match=r"^min_value must .* 'w' of shape \(3,\), got shape \(2, 3\)"

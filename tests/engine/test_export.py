@@ -45,7 +45,7 @@ def symbolic_tree(shapes):
 @pytest.mark.parametrize(
     "name", slow_unless(lambda name: name in ("clip", STACKED[0]) or name not in DISTINCT, METHODS)
 )
-def test_exports_for_all_platforms(name):
+def test_export_supports_all_platforms(name):
     method = METHODS[name].make()
     arguments = (GRADS, method.init(PARAMS), PARAMS)
     module = exported(method.update, *arguments)
@@ -56,7 +56,7 @@ def test_exports_for_all_platforms(name):
 
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "shapes"), CASES)
-def test_exports_with_symbolic_shapes(name, shapes):
+def test_export_supports_symbolic_shapes(name, shapes):
     tree, method = symbolic_tree(SYMBOLIC[shapes]), METHODS[name].make()
     state = jax.eval_shape(method.init, tree)
     module = exported(method.update, tree, state, tree)
@@ -68,7 +68,7 @@ def test_exports_with_symbolic_shapes(name, shapes):
     assert avals(new_state) == avals(state)
 
 
-def test_the_number_of_layers_must_be_known():
+def test_stacked_layers_require_fixed_number():
     # Because layers have a name each.
     tree, method = symbolic_tree(SYMBOLIC["both"]), METHODS[STACKED[0]].make()
     stacks = clip_by(scopes.leaf(stacked=2), 1.0)
@@ -86,7 +86,7 @@ def exported_symbolic(name):
 @pytest.mark.by_day(1)
 @some_methods
 @pytest.mark.parametrize("sizes", [(3, 5), (1, 1)])
-def test_one_export_serves_all_sizes(name, sizes):
+def test_symbolic_export_accepts_all_sizes(name, sizes):
     n, m = sizes
     rng, method = np.random.default_rng(0), METHODS[name].make()
     shapes = {"w": (n, m), "b": (n,), "v": (4,)}
@@ -101,7 +101,7 @@ def test_one_export_serves_all_sizes(name, sizes):
     assert_close(new_state, expected_state)
 
 
-def test_columns_of_narrow_entries_of_any_number():
+def test_symbolic_export_measures_bfloat16_columns():
     leaf = jax.ShapeDtypeStruct(export.symbolic_shape("n, m"), jnp.bfloat16)
     module = exported(functools.partial(group_norms, scope=scopes.axes(0)), leaf)
     found = module.call(jnp.ones((9, 2), jnp.bfloat16))["leaf"]
@@ -122,7 +122,7 @@ def _states_of_optax():
     "name",
     slow_unless(lambda name: name in ("adagc", "skip_above_loss", "clip_by_group_norm"), METHODS),
 )
-def test_a_step_survives_bytes(name):
+def test_exported_update_survives_serialization(name):
     tx = METHODS[name].make()
     state = tx.init(PARAMS)
     stored = export.export(jax.jit(tx.update))(GRADS, state, PARAMS).serialize()
@@ -134,7 +134,7 @@ def test_a_step_survives_bytes(name):
     assert jax.tree.structure(again[1]) == jax.tree.structure(after)
 
 
-def test_names_do_not_change():
+def test_serialized_names_stay_stable():
     state = METHODS["skip_above_loss"].make().init(PARAMS)
     stored = export.export(jax.jit(lambda state: state))(state).serialize()
     for name in (b"optaxclip.SkipState", b"optaxclip.ClipInfo", b"optaxclip.LossState"):

@@ -45,7 +45,7 @@ def flags():
 
 
 @pytest.mark.parametrize("wrong", [1, "yes", jnp.ones((), bool)])
-def test_what_is_neither_true_nor_false_is_refused(wrong):
+def test_flags_reject_non_bool_values(wrong):
     found = list(flags())
     assert {flag for _, _, flag in found} >= {"debias", "geometric", "has_aux", "loss"}
     for name, function, flag in found:
@@ -53,6 +53,6 @@ def test_what_is_neither_true_nor_false_is_refused(wrong):
             function(**ARGUMENTS.get(name, {}), **{flag: wrong})
 
 
-def test_flags_are_no_hyperparameters():
+def test_inject_hyperparams_skips_flags():
     make = optax.inject_hyperparams(optaxclip.clip_by_quantile)
     assert "geometric" not in make(geometric=False).init(ROWS).hyperparams

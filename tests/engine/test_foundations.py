@@ -25,19 +25,19 @@ MOST = 2**31 - 1
 
 
 @pytest.mark.parametrize("value", [2, np.int64(2), np.array(2)])
-def test_whole_numbers_from_the_smallest_on(value):
+def test_check_int_accepts_integers_above_minimum(value):
     assert validation.check_int(value, 2, "size") == 2
     with pytest.raises(ValueError, match=r"^size must be an int of at least 3, got "):
         validation.check_int(value, 3, "size")
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 2.0, "2", None, jnp.int32(2)])
-def test_what_is_no_whole_number(value):
+def test_check_int_rejects_non_integers(value):
     with pytest.raises(TypeError, match=r"^size must (be an int of at least 1|not be a JAX array)"):
         validation.check_int(value, 1, "size")
 
 
-def test_counts_may_be_arrays_and_more_than_can_be_counted():
+def test_check_int_or_scalar_accepts_arrays_and_saturates():
     count = functools.partial(validation.check_int_or_scalar, argument="steps")
     assert [count(x) for x in (1, 2**40, MOST)] == [1, MOST, MOST]
     assert count(jnp.int32(1)) == 1
@@ -53,13 +53,13 @@ def test_counts_may_be_arrays_and_more_than_can_be_counted():
             count(wrong)
 
 
-def test_what_is_shown_of_a_value_is_short_and_in_one_line():
+def test_short_repr_truncates_values_to_single_line():
     for size, shown in ((78, "'" + "x" * 78 + "'"), (79, "'" + "x" * 76 + "...")):
         assert validation.short_repr("x" * size) == shown
     assert validation.short_repr(np.zeros((2, 1))) == "array([[0.], [0.]])"
 
 
-def test_gradients_among_arguments_are_told_and_other_arrays_are_not():
+def test_gradient_arguments_extend_error_message():
     """Where the call fails, the message says that the function takes no gradients."""
     grads = {"w": jnp.ones(2), "n": jnp.ones(2, int)}
 
@@ -81,14 +81,14 @@ def test_gradients_among_arguments_are_told_and_other_arrays_are_not():
             make(*given)
 
 
-def test_a_function_of_ours_that_was_not_called():
+def test_uncalled_factories_of_package_get_detected():
     assert validation.is_uncalled_factory(optaxclip.clip, "optaxclip.transforms")
     for other in (optaxclip.clip(1.0).update, optax.clip, 3, StaticNames.index):
         assert not validation.is_uncalled_factory(other, "optaxclip.transforms")
     assert not validation.is_uncalled_factory(optaxclip.clip, "optaxclip.method")
 
 
-def test_names_are_like_a_tuple_and_equal_if_one_has_lost_its_entries():
+def test_names_behave_like_tuples():
     names = StaticNames(("a", "b"), (), is_user_label=True)
     assert (list(names), len(names), names[1], names[:1], names.index("b")) == (
         ["a", "b"],
@@ -108,7 +108,7 @@ def test_names_are_like_a_tuple_and_equal_if_one_has_lost_its_entries():
     assert len({names, StaticNames()}) == 1
 
 
-def test_counters_stay_at_the_largest_number_or_go_round():
+def test_safe_increment_saturates_or_wraps_counters():
     def counted(count):
         return (
             safe_increment(count),
@@ -124,7 +124,7 @@ def test_counters_stay_at_the_largest_number_or_go_round():
         safe_increment(jnp.float32(1))
 
 
-def test_so_many_norms_are_warned_of():
+def test_many_norms_warn():
     def grouped(*sizes):
         groups = tuple(
             Group((name,), (i,), (n,)) for i, (name, n) in enumerate(zip("ab", sizes, strict=True))
@@ -139,7 +139,7 @@ def test_so_many_norms_are_warned_of():
         trees.warn_if_many_norms(grouped(2**23, 2**23 + 1), "mine")
 
 
-def test_arrays_are_joined_and_split_again():
+def test_packing_concatenates_and_splits_arrays():
     shapes = ((2, 2), (), (3,), (0,), (2,))
     sizes = [math.prod(shape) for shape in shapes]
 
@@ -158,7 +158,7 @@ def test_arrays_are_joined_and_split_again():
     assert packing.ravel_and_concatenate([]).shape == (0,)
 
 
-def test_groups_that_the_tree_of_a_step_lacks():
+def test_align_with_state_restores_missing_groups():
     of_step = Grouping((Group(("b",), (0,), (2,)),), ((),), "dict")
     stored = StaticNames(("a", "b", "c"), ((3,), (2,), ()))
     found = of_step.align_with_state(stored, 3, "mine")
@@ -188,7 +188,7 @@ def test_groups_that_the_tree_of_a_step_lacks():
             of_step.align_with_state(names, size, "mine")
 
 
-def test_paths_of_leaves():
+def test_trees_name_leaves_by_path():
     assert trees.leaf_name(()) == "leaf"
     flat = trees.flatten({"a": jnp.ones(2), "n": jnp.ones(2, int), "z": 1.0}, "params")
     assert (flat.names(), flat.shapes()) == (["a", "z"], [(2,), ()])
@@ -197,7 +197,7 @@ def test_paths_of_leaves():
         assert flat.match_name_style(others).names() == ["a", "z"]
 
 
-def test_dtypes_of_leaves():
+def test_dtype_of_recognizes_numeric_leaves():
     found = [trees.dtype_of(x) for x in (True, 1, 1.0, 1j, np.float16(1), jax.random.key(0))]
     assert found[:5] == [jnp.bool_, jnp.int32, jnp.float32, jnp.complex64, jnp.float16]
     assert jnp.issubdtype(found[5], jax.dtypes.prng_key)
@@ -206,7 +206,7 @@ def test_dtypes_of_leaves():
     ] * 4
 
 
-def test_a_module_is_acted_on_when_it_is_imported_or_at_once(tmp_path, monkeypatch):
+def test_on_import_calls_back_now_or_later(tmp_path, monkeypatch):
     acted, finders = [], list(sys.meta_path)
     call_on_import("json", acted.append)
     assert acted == [json]

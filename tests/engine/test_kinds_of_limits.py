@@ -66,7 +66,7 @@ SCHEDULED = {
 }
 
 
-def test_the_first_value_of_a_schedule_is_that_of_the_first_update():
+def test_schedules_start_with_step_zero():
     grads = jnp.full((1, 1), 4.0)
 
     @jax.jit

@@ -34,7 +34,7 @@ GRADS = {"a": Twins(np.float32([3.0, 4.0]), np.float32([6.0, 8.0])), "b": np.flo
 PARAMS = {"a": Twins(np.float32([1.0, 0.0]), np.float32([2.0, 0.0])), "b": np.float32([5.0])}
 
 
-def test_each_has_its_own_parameter():
+def test_adaptive_grad_clip_matches_params_despite_equal_keys():
     agc = optaxclip.adaptive_grad_clip(1.0)
     clipped, _ = agc.update(GRADS, agc.init(PARAMS), PARAMS)
     norms = [np.linalg.norm(x) for x in (*clipped["a"].children, clipped["b"])]
@@ -43,14 +43,14 @@ def test_each_has_its_own_parameter():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.axes(0)])
-def test_each_has_its_own_entry_in_the_record(scope):
+def test_info_names_stay_unique_despite_equal_keys(scope):
     tx = optaxclip.clip_by(scope, 4.0)
     info = tx.update(GRADS, tx.init(PARAMS))[1].info
     assert list(info.names) == ["a/twin", "a/twin/#1", "b"]
     np.testing.assert_array_equal(info.norm, [5, 10, 5])
 
 
-def test_each_has_its_own_norm_in_the_history():
+def test_history_separates_leaves_with_equal_keys():
     tx = monitor.record(2, scope=scopes.leaf())
     _, state = tx.update(GRADS, tx.init(PARAMS))
     np.testing.assert_array_equal(monitor.history(state), [[5, 10, 5]])
@@ -65,7 +65,7 @@ class Attention(NamedTuple):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("query", [np.ones(2, np.float32), None])
-def test_a_field_called_value_has_its_name(query):
+def test_leaf_names_keep_field_called_value(query):
     grads = {"attn": Attention(query, np.ones(3, np.float32)), "head": np.ones(4, np.float32)}
     tx = optaxclip.clip_by(scopes.group(lambda path, leaf: path.split("/")[0]), 1.0)
     state = optaxclip.clip_by_norm(1.0).init(grads)
@@ -76,7 +76,7 @@ def test_a_field_called_value_has_its_name(query):
 
 
 @pytest.mark.parametrize("box", [nnx.Param, lambda x: nn.Partitioned(x, ("i",))])
-def test_a_box_has_no_name(box):
+def test_leaf_names_omit_flax_boxes(box):
     params = {"w": jnp.ones(2), "layer": {"value": jnp.ones(3)}}
     tx = optaxclip.clip_by_norm(1.0)
     state = tx.init(jax.tree.map(box, params))
@@ -87,7 +87,7 @@ def test_a_box_has_no_name(box):
 NAN, ONE = jnp.full(1, jnp.nan), jnp.ones(1)
 
 
-def test_a_skip_knows_all_leaves_that_a_step_had():
+def test_skip_above_remembers_leaves_of_all_steps():
     tx = optaxclip.skip_above(optax.sgd(0.1), 10.0)
     state = tx.init({"a": None, "b": ONE, "c": ONE})
     for a, b, names in (
@@ -102,7 +102,7 @@ def test_a_skip_knows_all_leaves_that_a_step_had():
 
 
 @pytest.mark.slow
-def test_a_skip_names_what_was_none_at_first():
+def test_bad_leaves_names_leaf_initialized_with_none():
     tx = optaxclip.skip_above(optax.sgd(0.1), 10.0)
     state = tx.init({"a": None, "b": ONE})
     for a, blamed in ((NAN, "a"), (50 * ONE, "a"), ({"w": NAN, "v": ONE}, "a/w"), (ONE, "b")):
@@ -116,7 +116,7 @@ def test_a_skip_names_what_was_none_at_first():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["a", "a/b"])
-def test_equal_names_are_told_apart_as_at_first(missing):
+def test_bad_leaves_distinguishes_equal_names_with_missing_leaf(missing):
     bad = {"a/b": NAN, "a": {"b": NAN}} | {missing: None}
     name = "['a/b']" if missing == "a" else "['a']['b']"
     rules = {"['a/b']": 1.0, "['a']['b']": thresholds.zscore()}

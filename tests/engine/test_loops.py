@@ -193,24 +193,24 @@ def test_derivatives_of_a_threshold_for_single_examples():
         lambda name, way: name in QUICK and way == "beside", itertools.product(PARTS, WAYS)
     ),
 )
-def test_every_part(name, way):
+def test_clip_options_keep_second_derivatives_in_loops(name, way):
     assert_the_same(PARTS[name], 3e-2 if "float16" in name else 1e-4, [way])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method(name):
+def test_methods_keep_second_derivatives_in_loops(name):
     assert_the_same(compared(METHODS[name].make))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule(name):
+def test_rules_keep_second_derivatives_in_loops(name):
     assert_the_same(compared(lambda: optaxclip.clip_by(scopes.tree(), RULES[name]())))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("norm", ["l2", "linf"])
-def test_float64(norm):
+def test_float64_clips_keep_second_derivatives_in_loops(norm):
     assert_the_same(compared(clip(norm=norm, strict=True), dtype=jnp.float64), rtol=1e-6)

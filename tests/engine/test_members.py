@@ -70,7 +70,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     "rules", slow_unless(lambda rules: rules is SOME, [SOME, OF_EACH]), ids=["some", "all"]
 )
-def test_every_rule_is_as_under_vmap(rules):
+def test_ensemble_member_rules_match_vmap(rules):
     def of(rule, scope):
         return clip_by(scope, RULES[rule]())
 
@@ -83,7 +83,7 @@ def test_every_rule_is_as_under_vmap(rules):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_option_is_as_under_vmap(options):
+def test_ensemble_member_options_match_vmap(options):
     def both():
         one, of_one = (
             clip_by(x, 0.5, **options) for x in (scopes.ensemble_member(), scopes.tree())
@@ -93,7 +93,7 @@ def test_every_option_is_as_under_vmap(options):
     assert_same(*jax.jit(both)())
 
 
-def test_every_statistic_is_as_under_vmap():
+def test_ensemble_member_statistics_match_vmap():
     # The share is of all groups, which here are the members.
     stats = [stat for stat in STATISTICS if stat != "share"]
 
@@ -112,7 +112,7 @@ def test_every_statistic_is_as_under_vmap():
         np.testing.assert_allclose(found[-1], states.last[stat], rtol=1e-6)
 
 
-def test_a_member_does_not_depend_on_its_neighbours():
+def test_ensemble_member_ignores_other_members():
     tx = clip_by(scopes.ensemble_member(), 0.5)
     one = jax.tree.map(lambda x: x[0], GRADS)
     found = tx.update(one, tx.init(PARAMS))[0]
@@ -123,7 +123,7 @@ def test_a_member_does_not_depend_on_its_neighbours():
 
 
 @pytest.mark.parametrize("axis", [1, -1])
-def test_members_along_another_axis(axis):
+def test_ensemble_member_accepts_other_axes(axis):
     x = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones((4, 3))}
     turned = jax.tree.map(jnp.transpose, x)
     found, state = clip_by(scopes.ensemble_member(axis), 1.0).update(x, None)
@@ -144,19 +144,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_has_no_members_is_refused(case):
+def test_ensemble_member_rejects_leaves_without_members(case):
     tree, axis, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         clip_by(scopes.ensemble_member(axis), 1.0).init(tree)
 
 
 @pytest.mark.parametrize("axis", [None, 1.0, True, (0,)])
-def test_an_axis_is_an_int(axis):
+def test_ensemble_member_axis_must_be_int(axis):
     with pytest.raises(TypeError, match=re.escape(f"axis must be an int, got {axis!r}")):
         scopes.ensemble_member(axis)
 
 
-def test_a_tree_without_leaves():
+def test_ensemble_member_accepts_empty_tree():
     tx = clip_by(scopes.ensemble_member(), 1.0)
     assert tx.update({}, tx.init({}))[1].info.norm.shape == (0,)
 

@@ -36,14 +36,14 @@ THRESHOLDS = [2, 2, 2, 2, 2, 2, 2, INF, 0, NAN, NAN]
 
 
 @pytest.mark.parametrize(("nonfinite", "bad"), [("nan", NAN), ("zero", 0)])
-def test_factors_of_clips(nonfinite, bad):
+def test_clip_multiplier_matches_expected_factors(nonfinite, bad):
     found, power = factors(NORMS, THRESHOLDS, nonfinite=nonfinite)
     expected = [1, 1, 1, 0.25, bad, bad, 2e-30, 1, 0, NAN, NAN]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     np.testing.assert_array_equal(power[[0, 1, 2, 3, 7]], 1)
 
 
-def test_factors_of_other_responses():
+def test_other_responses_match_expected_factors():
     found, _ = factors(NORMS, THRESHOLDS, response=responses.normalize)
     expected = [1, 2, 1, 0.25, NAN, NAN, 2e-30, 1, 0, NAN, NAN]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
@@ -55,7 +55,7 @@ def test_factors_of_other_responses():
     np.testing.assert_array_equal(power, 1)
 
 
-def test_factors_beyond_the_range():
+def test_multiplier_represents_factors_beyond_float32_range():
     for response in (responses.clip, responses.clip_with_eps(0.0)):
         found, _ = factors([1e30, 1e30, 3e38], [1e-30, 1e-20, 1e-37], response=response)
         np.testing.assert_allclose(found, [1e-60, 1e-50, 1e-37 / 3e38], rtol=2e-6)
@@ -63,7 +63,7 @@ def test_factors_beyond_the_range():
     np.testing.assert_allclose(found, [1e60, 1e40, 1 / 1.5e-38], rtol=2e-6)
 
 
-def test_strict_factors_are_lower_by_a_little():
+def test_strict_multiplier_lowers_factors_slightly():
     norms = np.random.default_rng(0).uniform(3, 9, 50).astype(np.float32)
     for response in (responses.clip, responses.clip_with_eps(0.0)):
         found, _ = factors([*norms, 1], 2, response=response, strict=True)
@@ -73,7 +73,7 @@ def test_strict_factors_are_lower_by_a_little():
         assert found[-1] == 1
 
 
-def test_entries_are_multiplied_by_both_numbers_and_those_that_stay_are_kept_bit_for_bit():
+def test_scale_applies_multiplier_and_keeps_unclipped_bits():
     subnormal, far = np.float32(1e-40), np.float32(2.0**100)
     x = np.array([[1, subnormal, INF, 3], [far, 2, NAN, -3]], np.float32)
     power, ratio = np.float32([far, 1, 1, 1]), np.float32([1 / far, 1, 0, 0.5])

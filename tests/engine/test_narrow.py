@@ -21,7 +21,7 @@ def numbers_of(dtype):
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_each_entry_is_rounded_once(dtype, strict, how):
+def test_small_float_formats_round_once(dtype, strict, how):
     numbers = numbers_of(dtype)
     grads = np.random.default_rng(0).choice(numbers[np.abs(numbers) <= 6], 64)
     tx = optaxclip.clip_by_global_norm(3.0, strict=strict)
@@ -44,7 +44,7 @@ BOUNDS = [1e3, 1e4, np.inf, np.float32(1e6), np.int32(1000), jnp.asarray(1e30)]
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [*FORMATS, "float8_e4m3fnuz", "float16"])
-def test_bounds_beyond_a_format_leave_its_numbers(dtype):
+def test_bounds_beyond_format_keep_elements(dtype):
     x = jnp.asarray(numbers_of(dtype), dtype)
     for bound in BOUNDS:
         if np.isinf(bound) or bound > float(jnp.finfo(dtype).max):
@@ -60,7 +60,7 @@ def test_bounds_beyond_a_format_leave_its_numbers(dtype):
     assert np.isfinite(state.moments).all()
 
 
-def test_an_infinite_entry_becomes_the_largest_number_below_its_bound():
+def test_clip_replaces_infinity_by_largest_float16_below_bound():
     x = jnp.asarray([6e4, jnp.inf, -jnp.inf, jnp.nan], jnp.float16)
     updates, _ = optaxclip.clip(1e5).update(x, None)
     np.testing.assert_array_equal(updates, np.float16([6e4, 65504, -65504, np.nan]))

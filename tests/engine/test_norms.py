@@ -45,7 +45,7 @@ def clip_tree(tree, threshold, **options):
     ],
     ids=lambda x: getattr(x, "name", None),
 )
-def test_three_and_minus_four(norm, value):
+def test_norms_match_tabulated_values(norm, value):
     np.testing.assert_allclose(ops.global_norm(TREE, norm=norm), value, rtol=1e-6)
     (clipped,), info = clip_tree(TREE, 1.0, norm=norm)
     np.testing.assert_allclose(info.norm, value, rtol=1e-6)
@@ -55,7 +55,7 @@ def test_three_and_minus_four(norm, value):
 
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("p", [0.5, 1.5, 3, 4.5, 10, 64])
-def test_p_norm_of_several_leaves(p):
+def test_lp_norm_of_several_leaves_matches_numpy(p):
     rng = np.random.default_rng(0)
     tree = [rng.standard_normal(shape).astype(np.float32) for shape in ((3, 4), (), (70,))]
     flat = np.concatenate([np.ravel(leaf) for leaf in tree]).astype(np.float64)
@@ -64,14 +64,14 @@ def test_p_norm_of_several_leaves(p):
 
 
 @pytest.mark.parametrize("name", ["l1", "l2", "linf", "rms", "mean_abs", "average_l2"])
-def test_norms_by_name(name):
+def test_as_norm_accepts_names(name):
     assert norms.as_norm(name) is getattr(norms, name)
     assert norms.as_norm(name).name == name
     assert norms.as_norm(getattr(norms, name)) is getattr(norms, name)
 
 
 @pytest.mark.parametrize(("p", "norm"), [(1, norms.l1), (2.0, norms.l2), (math.inf, norms.linf)])
-def test_p_norms_with_names_of_their_own(p, norm):
+def test_lp_returns_named_or_cached_norms(p, norm):
     assert norms.lp(p) is norm
     # Equal ones are the same object, so that they compile once.
     assert norms.lp(2.5) is norms.lp(2.5)
@@ -79,13 +79,13 @@ def test_p_norms_with_names_of_their_own(p, norm):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
-def test_norm_of_nothing_is_zero(norm):
+def test_norm_of_empty_or_zero_tree_equals_zero(norm):
     for tree in ({}, [None], [jnp.zeros((0, 3))], [jnp.zeros(4)]):
         assert ops.global_norm(tree, norm=norm) == 0
 
 
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
-def test_norm_of_one_entry_is_its_modulus(norm):
+def test_norm_of_single_element_equals_modulus(norm):
     for tree in (jnp.float32(-3), [jnp.full((1, 1), -3.0), None], {"z": jnp.array([1.8 - 2.4j])}):
         np.testing.assert_allclose(ops.global_norm(tree, norm=norm), 3, rtol=1e-6)
 
@@ -93,7 +93,7 @@ def test_norm_of_one_entry_is_its_modulus(norm):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("count", [3, 17, 70])
 @pytest.mark.parametrize(("norm", "order"), [("l1", 1), ("l2", 2), ("linf", math.inf)])
-def test_norms_of_many_leaves(norm, order, count):
+def test_norms_of_many_leaves_match_numpy(norm, order, count):
     x = np.random.default_rng(0).standard_normal((count, 2)).astype(np.float32)
     measured = ops.global_norm([*x], norm=norm)
     np.testing.assert_allclose(measured, np.linalg.norm(x.ravel(), order), rtol=1e-6)
@@ -102,7 +102,7 @@ def test_norms_of_many_leaves(norm, order, count):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", ["float16", "float8_e5m2", "complex64"])
 @pytest.mark.parametrize("shape", [(1 << 17,), (300, 512), (3, 128, 350), (99, 104)], ids=str)
-def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
+def test_global_norm_of_large_narrow_leaves_keeps_precision(dtype, shape):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, *shape)).astype(jnp.dtype(dtype))
     truth = x.astype(np.complex128 if dtype == "complex64" else np.float64)
@@ -138,7 +138,7 @@ def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
     ],
     ids=["clip_by_global_norm", "clip_by_norm", "clip_by_block_rms"],
 )
-def test_sparse_leaf(make, factor):
+def test_clips_scale_sparse_leaves(make, factor):
     sparse = BCOO((np.float32([3.0, 3.0]), np.int32([[1], [1]])), shape=(5,))
     (clipped, _), _ = update(make(1.0), [sparse, np.float32([0.0, 8.0])])
     assert isinstance(clipped, BCOO)
@@ -155,13 +155,13 @@ def test_sparse_leaf(make, factor):
     [(0.8, [[-2.88, 0, 0], [3.84, 0, 0]]), (0.9, [[-3, 0, 0], [4, 0, 0]])],
     ids=["clipped", "not clipped"],
 )
-def test_clip_by_average_norm(threshold, expected):
+def test_clip_by_average_l2_norm_matches_example(threshold, expected):
     grads = np.float32([[-3.0, 0, 0], [4, 0, 0]])
     tx = optaxclip.clip_by(scopes.leaf(), threshold, norm="average_l2")
     np.testing.assert_allclose(tx.update(grads, tx.init(grads))[0], expected, rtol=1e-6)
 
 
-def test_clip_by_block_rms():
+def test_clip_by_block_rms_matches_example():
     grads = [np.float32([3.0, 4.0]), np.float32([0.5, 0.5, 0.5])]
     tx = optaxclip.clip_by_block_rms(1.0)
     updates, state = tx.update(grads, tx.init(grads))
@@ -174,7 +174,7 @@ def test_clip_by_block_rms():
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
 @pytest.mark.parametrize("extreme", [1e-30, 1e30, 3e38, math.inf])
 @pytest.mark.parametrize("scope", ["leaf", "unit"])
-def test_the_range_of_one_group_leaves_the_others_alone(scope, extreme, norm):
+def test_extreme_group_leaves_other_groups_unchanged(scope, extreme, norm):
     rng = np.random.default_rng(0)
     plain = rng.uniform(-1, 1, (70, 3)).astype(np.float32)
     mixed = plain * np.array([1, extreme, 1], np.float32)
@@ -205,7 +205,7 @@ FORMULAS = {
         ("smooth", [0.707107, 0.640184, 0.780869, 0.707107, 0.196116, 0.672673]),
     ],
 )
-def test_response_on_the_standard_sequence(response, factors):
+def test_responses_match_factors_on_standard_sequence(response, factors):
     for norm, factor in zip(SEQUENCE, factors, strict=True):
         grads = np.float32([0.6, -0.8]) * norm
         (clipped,), info = clip_tree([grads], 1.0, response=response)
@@ -215,7 +215,7 @@ def test_response_on_the_standard_sequence(response, factors):
 
 @pytest.mark.parametrize("response", FORMULAS)
 @pytest.mark.parametrize("threshold", [1e-30, 1e-3, 1.0, 1e3, 1e30])
-def test_response_formula(response, threshold):
+def test_responses_match_float64_formula(response, threshold):
     norm = np.logspace(-35, 35, 141).astype(np.float32)
     thresholds = jnp.full(norm.shape, threshold)
     new = getattr(responses, response)(jnp.asarray(norm), thresholds, thresholds)
@@ -223,7 +223,7 @@ def test_response_formula(response, threshold):
     np.testing.assert_allclose(new, expected, rtol=1e-6)
 
 
-def test_trigger_and_target_may_differ():
+def test_thresholds_accept_different_trigger_and_target():
     thresholds = optaxclip.Thresholds(trigger=2.0, target=1.5)
     for norm, new in [(1.0, 1.0), (1.9, 1.9), (2.0, 2.0), (2.1, 1.5), (9.0, 1.5)]:
         (clipped,), _ = clip_tree([jnp.array([norm])], thresholds)
@@ -233,7 +233,7 @@ def test_trigger_and_target_may_differ():
     np.testing.assert_array_equal(clipped, np.float32([2.1]))
 
 
-def test_response_of_ones_own():
+def test_clip_tree_accepts_custom_response():
     def halve(norm, trigger, target):
         return jnp.where(norm > trigger, norm / 2, norm)
 
@@ -246,7 +246,7 @@ def test_response_of_ones_own():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("new", [1, 1.0, np.float64(1.0), jnp.ones(())])
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.tree(), scopes.axes(0)])
-def test_response_may_be_any_number(new, scope):
+def test_response_may_return_any_scalar_type(new, scope):
     tree = [np.float32([[3.0], [4.0]])]
     (clipped,), _ = optaxclip.clip_tree(tree, 9.0, scope=scope, response=lambda *_: new)
     np.testing.assert_allclose(clipped, [[0.6], [0.8]], rtol=1e-6)

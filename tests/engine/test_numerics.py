@@ -17,7 +17,7 @@ def compiled(fn, *columns):
     return jax.jit(fn)(*(np.asarray(column, np.float32) for column in columns))
 
 
-def test_powers_of_two():
+def test_powers_of_two_match_numpy():
     x = [0.0, TINY, 0.75, 1.0, 3.0, 2.0**-126, 2.0**127, MAX, INF, NAN]
 
     def powers(x):
@@ -39,7 +39,7 @@ def test_powers_of_two():
     assert (above[0].view(np.int32), above[7]) == (1, INF)
 
 
-def test_quotients_and_roots_and_their_derivatives():
+def test_division_and_root_derivatives_stay_finite():
     x, y = [6.0, 1.0, 0.0, -3.0, 1e-36], [2.0, 0.0, 0.0, -1e36, 1e-36]
 
     def quotients(x, y):
@@ -74,7 +74,7 @@ def test_averages_and_products_stay_in_range():
     np.testing.assert_allclose(products, expected, rtol=1e-6)
 
 
-def test_the_norm_of_all_norms():
+def test_combine_norms_avoids_overflow():
     def norms(x):
         return [numerics.combine_norms(each) for each in (x, x * 1e38, x * 1e-37, x[:0], x * 0)]
 
@@ -88,7 +88,7 @@ def test_the_norm_of_all_norms():
     np.testing.assert_allclose(float(root) * float(unit), np.hypot(3e38, 3e38), rtol=1e-6)
 
 
-def test_entries_of_narrower_dtypes():
+def test_saturating_cast_bounds_finite_values():
     x = np.float32([1.0, -1e6, 1e6, INF, -INF, NAN])
     np.testing.assert_array_equal(
         numerics.saturating_cast(x, jnp.dtype(jnp.float16)),
@@ -108,14 +108,14 @@ def test_entries_of_narrower_dtypes():
     assert numerics.promote_dtypes([]) == []
 
 
-def test_parts_of_complex_numbers():
+def test_real_and_imaginary_parts_map_separately():
     z, x = np.complex64([1 + 2j]), np.float32([3])
     np.testing.assert_array_equal(numerics.map_real_imag(lambda part: 2 * part + 1, z), [3 + 5j])
     np.testing.assert_array_equal(numerics.map_real_imag(lambda part: 2 * part + 1, x), [7])
     assert [len(numerics.split_complex(each)) for each in (z, x)] == [2, 1]
 
 
-def test_dtypes_of_sums_and_entries():
+def test_accumulation_dtypes_match_element_dtypes():
     narrow, wide = jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)
     for dtype, of_sums in (
         (jnp.bfloat16, narrow),
@@ -139,11 +139,11 @@ def test_dtypes_of_sums_and_entries():
         *((True, False), (np.True_, False), (1j, False), (np.complex64(1), False), ("1", False)),
     ],
 )
-def test_real_numbers(value, is_real):
+def test_real_numbers_exclude_bool_complex_and_str(value, is_real):
     assert numerics.is_real(value) == is_real
 
 
-def test_bounds_of_rounding_errors():
+def test_norm_relative_error_grows_with_size():
     eps = float(INFO.eps)
     assert numerics.norm_relative_error(1, 2, eps) == pytest.approx(1.5 * eps)
     assert numerics.norm_relative_error(2**10, 1, eps) == pytest.approx(6.5 * eps)

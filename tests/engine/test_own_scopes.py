@@ -17,13 +17,13 @@ SHOWN = shown_code.run(BLOCK, "docs/adding.md")
 BY_LAYER, GRADS = SHOWN["by_layer"], SHOWN["grads"]
 
 
-def test_the_example_has_a_norm_for_each_layer_over_all_its_leaves():
+def test_custom_scope_example_groups_layers():
     found = {name: float(norm) for name, norm in SHOWN["norms_of_layers"].items()}
     assert found == {"layer 0": 5.0, "layer 1": 10.0, "rest": 2.0}
 
 
 @pytest.mark.slow
-def test_it_works_with_rules_in_loops_and_beside_records():
+def test_custom_scope_works_with_rules_and_records():
     rule = thresholds.ema(0.9, 1.1, record="clipped")
     clip = optaxclip.clip_by(BY_LAYER, rule, norm="rms", strict=True)
     tx = optax.chain(monitor.record(4, scope=BY_LAYER), clip)
@@ -42,7 +42,7 @@ def test_it_works_with_rules_in_loops_and_beside_records():
     assert last[1].info.num_clipped.tolist() == [1, 1, 1]
 
 
-def test_a_group_that_is_not_finite_leaves_the_others():
+def test_custom_scope_isolates_nonfinite_group():
     bad = GRADS | {"layers": GRADS["layers"] | {"b": np.float32([np.nan, 8.0])}}
     updates, _ = optaxclip.clip_tree(bad, 100.0, scope=BY_LAYER)
     np.testing.assert_array_equal(np.isnan(updates["layers"]["w"]), [[True, True], [False, False]])
@@ -84,7 +84,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_results_are_said_to_be_so(case):
+def test_invalid_custom_scopes_raise(case):
     result, error, message = WRONG[case]
     message = message if "*" in message else re.escape(message)
     tree = {"x": np.ones(3, np.float32), "y": np.ones(2, np.float32)}

@@ -12,7 +12,7 @@ from optaxclip import norms, ops, responses
 SIZES = np.float32([0.0, 1e-30, 0.5, 3.0, 1e30])
 
 
-def test_a_response_with_a_factor_tells_the_new_norm_too():
+def test_clip_with_eps_returns_new_norm():
     threshold = jnp.full(5, 2.0)
     found = responses.clip_with_eps(1.0)(SIZES, threshold, threshold)
     np.testing.assert_allclose(found, [0, 1e-30, 0.5, 1.5, 2], rtol=1e-6)
@@ -30,12 +30,12 @@ def test_a_response_with_a_factor_tells_the_new_norm_too():
         ),
     ],
 )
-def test_the_range_of_a_number_of_a_response_is_said(make, said):
+def test_response_arguments_must_be_in_range(make, said):
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         make()
 
 
-def test_each_response_is_its_formula():
+def test_responses_match_formulas():
     norm = np.float32([0.0, 0.1, 1.0, 2.0, 8.0, 0.1])
     trigger, target = np.float32([2, 2, 2, 2, 2, np.inf]), np.float32([1, 1, 1, 1, 1, np.inf])
     finite = norm[:5]
@@ -62,7 +62,7 @@ def test_each_response_is_its_formula():
     np.testing.assert_allclose(factor, [1, 1, 1, 1, 4 / 9, 1], rtol=1e-6)
 
 
-def test_powers_that_have_names_and_those_that_are_refused():
+def test_lp_returns_named_norms_and_validates_range():
     assert [norms.lp(p) for p in (1, 2.0, np.inf)] == [norms.l1, norms.l2, norms.linf]
     assert norms.lp(64).degree == 64
     for wrong in (0, 64.5):
@@ -72,7 +72,7 @@ def test_powers_that_have_names_and_those_that_are_refused():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", [norms.lp(0.5), norms.lp(3), norms.l2], ids=repr)
-def test_powers_of_two_are_entries_like_others(norm):
+def test_lp_norm_of_power_of_two_equals_element(norm):
     for size in (0.5, 1.0, 4.0):
         np.testing.assert_allclose(ops.global_norm(jnp.array([size, 0.0]), norm=norm), size)
         np.testing.assert_allclose(norm.finalize(norm.map(jnp.float32(size)), jnp.float32(1)), size)
@@ -80,31 +80,31 @@ def test_powers_of_two_are_entries_like_others(norm):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", [norms.lp(0.5), norms.lp(3), norms.rms], ids=repr)
-def test_zeros_have_the_derivative_zero(norm):
+def test_norm_derivatives_equal_zero_at_zero(norm):
     slope = jax.grad(lambda x: norm.finalize(jnp.sum(norm.map(x)), jnp.float32(1)))
     np.testing.assert_allclose(slope(np.float32([4.0, 0.0])), [1, 0], rtol=1e-6)
     np.testing.assert_array_equal(slope(jnp.zeros(2)), [0, 0])
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_means_of_squares_that_leave_the_range(scale):
+def test_rms_and_average_l2_survive_extreme_elements(scale):
     entries = jnp.float32([3, 4]) * np.float32(scale)
     for norm, expected in (("rms", 12.5**0.5), ("average_l2", 2.5)):
         found = ops.global_norm(entries, norm=norm) / np.float32(scale)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_norms_are_shown_by_their_names():
+def test_norms_show_names_in_repr():
     assert [repr(norm) for norm in (norms.l2, norms.lp(2.5))] == ["Norm('l2')", "Norm('l2.5')"]
 
 
 @pytest.mark.parametrize("p", ["3", None, True, 3j, [3], np.ones(2), jnp.float32(3)], ids=str)
-def test_p_that_is_no_number(p):
+def test_lp_rejects_non_numbers(p):
     with pytest.raises(
         TypeError, match=r"p must be a number of Python or NumPy, .* got .* of type "
     ):
         norms.lp(p)
 
 
-def test_p_may_be_a_number_of_numpy():
+def test_lp_accepts_numpy_numbers():
     assert norms.lp(np.float32(2.5)) is norms.lp(np.array(2.5)) is norms.lp(2.5)

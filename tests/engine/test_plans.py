@@ -30,7 +30,7 @@ LABELS = plan_of(Grouping((Group(("x",), (0, 2)), Group(("y",), (1,))), ((0,),) 
 TREE = plan_of(Grouping((Group(("tree",), (0, 1)),), ((0,), (0,)), "scalar"))
 
 
-def test_groups_of_leaves_are_stored_by_their_shapes():
+def test_plan_packs_leaf_groups_by_shape():
     assert BY_LEAF.order == [1, 2, 0]
     assert BY_LEAF.shape == (7,)
     assert BY_LEAF.get_named_shapes() == [("b", (2,)), ("c", (2,)), ("a", (3,))]
@@ -51,7 +51,7 @@ def test_groups_of_leaves_are_stored_by_their_shapes():
     np.testing.assert_array_equal(BY_LEAF.broadcast_constants([1, 2, 3.0]), [2, 2, 3, 3, 1, 1, 1])
 
 
-def test_labels_and_trees_keep_their_order():
+def test_plan_keeps_order_of_labels_and_trees():
     assert (LABELS.order, LABELS.shape) == ([0, 1], (2,))
     assert LABELS.get_named_shapes() == [("x", ()), ("y", ())]
     assert (TREE.shape, TREE.get_named_shapes()) == ((), [("tree", ())])
@@ -63,7 +63,7 @@ def test_labels_and_trees_keep_their_order():
     assert LABELS.arrange_by_layout(number) is LABELS.pack_layout(number) is number
 
 
-def test_sums_and_maxima_of_groups():
+def test_plan_totals_sum_or_maximize_groups():
     parts = [(jnp.float32(1), jnp.float32(10)), (jnp.float32(2), jnp.float32(20))]
     parts.append((jnp.float32(3), jnp.float32(30)))
     for by_max, expected in ((False, [[4, 2], [40, 20]]), (True, [[3, 2], [30, 20]])):
@@ -75,7 +75,7 @@ def test_sums_and_maxima_of_groups():
     np.testing.assert_array_equal(of_leaves, [[1, 1, 0, 0, 2, 2, 2]])
 
 
-def test_of_sums_at_three_scales_that_in_range_is_taken():
+def test_select_in_range_chooses_usable_sum():
     far = reductions.scale_step(jnp.float32)
     assert far == 2.0**88
     least = reductions.underflow_bound(jnp.float32)
@@ -99,7 +99,7 @@ def test_of_sums_at_three_scales_that_in_range_is_taken():
 
 
 @pytest.mark.parametrize("from_above", [False, True])
-def test_norms_are_products_that_hold_the_whole_range(from_above):
+def test_scaled_norms_represent_norms_beyond_float32(from_above):
     value = np.array([0, 1, 3, 1e30, 1e-30, 1e-35, 3.4e38, 1e39, INF, NAN])
     value = np.append(value, np.random.default_rng(0).uniform(1, 4, 16))
     of_float64 = jax.jit(functools.partial(ScaledNorms.from_float64, from_above=from_above))
@@ -128,7 +128,7 @@ def test_norms_are_products_that_hold_the_whole_range(from_above):
     np.testing.assert_array_equal(above.norm, of_float32.norm)
 
 
-def test_layers_are_named_in_order():
+def test_stacked_layers_have_ordered_names():
     def names(**shapes):
         tree = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         return list(scopes.leaf(stacked=1)(flatten(tree, "params")).names)

@@ -63,7 +63,7 @@ def truth(tree, scope, norm, threshold):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("cases", slow_unless(lambda cases: cases is SOME, [SOME, CASES]))
-def test_at_every_scale(platform, cases):
+def test_platforms_clip_correctly_at_all_scales(platform, cases):
     # One after the other: `vmap` would take both branches of each.
     @jax.jit
     @functools.partial(functools.partial, jax.lax.map)
@@ -88,7 +88,7 @@ def test_at_every_scale(platform, cases):
 
 
 @pytest.mark.by_day(1)
-def test_bad_entries_and_derivatives(platform):
+def test_platforms_handle_nonfinite_elements_and_derivatives(platform):
     @jax.jit
     def clip(x):
         found = {
@@ -111,7 +111,7 @@ def test_bad_entries_and_derivatives(platform):
 
 
 @pytest.mark.by_day(1)
-def test_sums_over_examples(platform):
+def test_platforms_sum_clipped_examples_correctly(platform):
     rows = np.float32([[3.0, 4.0], [0.3, 0.4], [jnp.nan, 1.0], [3e25, 4e25]])
     found = jax.jit(
         lambda x: per_example.clip_sum({"w": x, "b": x[:, 0]}, 1.0, scope=scopes.leaf())
@@ -125,7 +125,7 @@ def test_sums_over_examples(platform):
 
 
 @pytest.mark.by_day(1)
-def test_columns_of_narrow_entries(platform):
+def test_platforms_measure_bfloat16_columns_correctly(platform):
     """Of which a GPU sums some by themselves: where their number is a multiple of eight times 8."""
     rng = np.random.default_rng(0)
     shapes = [(64, 3), (68, 3), (8, 3), (3, 128), (2, 128, 3)]
@@ -140,7 +140,7 @@ def test_columns_of_narrow_entries(platform):
         np.testing.assert_allclose(found[str(i)], expected, rtol=1e-6)
 
 
-def test_sums_as_a_gpu_adds_them_up(x64):
+def test_gpu_sums_add_equal_leaves_first(x64):
     """Small leaves that are alike, of one group, are added up before they are summed."""
     leaf = np.random.default_rng(0).normal(size=(2, 3, 64, 5)).astype(np.float32)
     cases = list(itertools.product(("l1", "l2"), [(0, 1, 2, 3), (0, 1, 2), (0, 2)], (True, False)))
@@ -170,7 +170,7 @@ def test_sums_as_a_gpu_adds_them_up(x64):
 
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("scale", SCALES)
-def test_entries_that_are_one_number_for_the_compiler(platform, scale):
+def test_global_norm_accepts_constant_leaves(platform, scale):
     """XLA then knows more of their squares than that of each."""
 
     @functools.partial(jax.jit, compiler_options=AS_USERS)
@@ -183,7 +183,7 @@ def test_entries_that_are_one_number_for_the_compiler(platform, scale):
 
 
 @pytest.mark.by_day(1)
-def test_columns_at_the_ends_of_the_range(platform):
+def test_column_norms_stay_correct_at_extreme_magnitudes(platform):
     """That of one complex entry is beyond it: the largest number stands for it."""
     columns = np.array([[3e38 + 3e38j, 3, 3e-30], [0, 4j, 4e-30]], np.complex64)
     found = group_norms(columns, scope=scopes.axes(0))["leaf"]
@@ -195,7 +195,7 @@ def test_columns_at_the_ends_of_the_range(platform):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("platform")
-def test_what_is_zeroed_has_the_derivative_0():
+def test_zeroed_leaf_has_zero_derivative():
     """The others have theirs, as if it were not there."""
 
     def total(tree, threshold, norm, strict):

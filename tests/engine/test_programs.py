@@ -47,7 +47,7 @@ MAKERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.usefixtures("standard_promotion")
-def test_equal_constructions_compile_once(name):
+def test_equal_transformations_compile_once(name):
     grads = random_tree(1, 2) if name.startswith(("per_example", "_with_noise")) else GRADS
 
     def two_steps():
@@ -63,7 +63,7 @@ def test_equal_constructions_compile_once(name):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_a_schedule_is_followed_outside_of_what_is_compiled():
+def test_schedule_changes_threshold_without_recompilation():
     schedule = optax.piecewise_constant_schedule(4.0, {1: 0.5, 2: 0.5})
     tx = optaxclip.clip_by_global_norm(schedule)
     state, found = tx.init(jnp.zeros(1)), []
@@ -73,7 +73,7 @@ def test_a_schedule_is_followed_outside_of_what_is_compiled():
     np.testing.assert_allclose(found, [4, 2, 1, 1], rtol=1e-6)
 
 
-def test_no_program_holds_an_array_of_what_is_known_of_each_of_many_norms():
+def test_program_contains_no_large_constants():
     grads = [jax.ShapeDtypeStruct((n, 2**20), jnp.float32) for n in (2, 3)]
     tx = optaxclip.adaptive_grad_clip(0.1)
     state = jax.eval_shape(tx.init, grads)
@@ -83,6 +83,6 @@ def test_no_program_holds_an_array_of_what_is_known_of_each_of_many_norms():
 
 @pytest.mark.by_day(20)
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_a_fresh_state_is_not_concatenated_from_leaves(name):
+def test_init_concatenates_no_leaves(name):
     program = jax.make_jaxpr(METHODS[name].make().init)(PARAMS)
     assert "concatenate" not in str(program)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("optimized")
 RNG = np.random.default_rng(0)
 
 
-def test_each_leaf_has_the_slack_of_its_own_dtype(x64):
+def test_strict_clip_uses_slack_of_leaf_dtype(x64):
     """A float32 leaf is multiplied in float32, though norms are float64 as the other leaf's is."""
     trees = {
         "narrow": RNG.normal(size=(200, 100)).astype(np.float32),
@@ -30,7 +30,7 @@ def test_each_leaf_has_the_slack_of_its_own_dtype(x64):
         assert np.all((found <= 1) & (found > 1 - 1e-5))
 
 
-def test_the_largest_modulus_of_a_complex_leaf_beyond_its_range():
+def test_linf_norm_of_complex_leaf_saturates():
     grads = [jnp.asarray([3e38 + 3e38j], jnp.complex64), jnp.ones(1)]
     tx = optaxclip.clip_by(scopes.tree(), 1.0, norm="linf")
     updates, state = tx.update(grads, tx.init(grads))
@@ -41,7 +41,7 @@ def test_the_largest_modulus_of_a_complex_leaf_beyond_its_range():
     np.testing.assert_allclose(highest, 5, rtol=1e-6)
 
 
-def test_a_factor_that_is_a_power_of_two_alone_is_no_factor_of_one():
+def test_power_of_two_factor_scales_elements():
     """Where the ratio of the multiplier is 1, its power of two still counts."""
     powers = np.float32([2.0**100, 2.0**120, 2.0**126])
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -69,7 +69,7 @@ def test_thresholds_of_orders_below_one():
 @pytest.mark.parametrize("norm", ["l2", norms.lp(3)], ids=str)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()], ids=["tree", "leaf"])
 @pytest.mark.parametrize("size", [5, 7])
-def test_masking_keeps_the_subnormals_of_bfloat16(size, scope, norm):
+def test_mask_policy_keeps_bfloat16_subnormals(size, scope, norm):
     bits = np.array([0x80, 0x8001, 0x7F, 0x7F, 0, 0x41, 0x8042], np.uint16)[:size]
     tiny = bits.view(jnp.bfloat16)
     tx = optaxclip.clip_by(scope, 1.0, norm=norm, nonfinite="mask")
@@ -83,7 +83,7 @@ def test_masking_keeps_the_subnormals_of_bfloat16(size, scope, norm):
         np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
-def test_the_largest_entry_has_all_of_the_derivative_at_powers_of_two():
+def test_linf_derivative_selects_largest_element():
     """Where it is divided by itself."""
     derivative = jax.jit(jax.grad(functools.partial(ops.global_norm, norm="linf")))
     for largest in (4.0, -0.5, 3.0):
@@ -91,12 +91,12 @@ def test_the_largest_entry_has_all_of_the_derivative_at_powers_of_two():
         np.testing.assert_allclose(found, [0, np.sign(largest), 0], rtol=1e-6)
 
 
-def test_the_smallest_normal_number_is_a_largest_modulus():
+def test_linf_norm_keeps_smallest_normal_number():
     tiny = jnp.finfo(jnp.float32).tiny
     assert ops.global_norm([jnp.array([0, -tiny])], norm="linf") == tiny
 
 
-def test_the_smallest_entries_beside_large_ones_are_enlarged_too():
+def test_normalize_enlarges_tiny_elements_among_large_elements():
     grads = np.float32([4, 1.5 * jnp.finfo(jnp.float32).tiny])
     options = {"scope": scopes.tree(), "response": "normalize"}
     found, _ = optaxclip.clip_tree(grads, 400.0, **options)
@@ -106,7 +106,7 @@ def test_the_smallest_entries_beside_large_ones_are_enlarged_too():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64])
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf"])
-def test_subnormal_numbers_on_a_cpu_are_as_the_docs_say(x64, dtype, norm):
+def test_subnormal_elements_on_cpu_match_documentation(x64, dtype, norm):
     """XLA on CPU computes with those of the dtype that it computes in as with 0."""
     x = jnp.full(4, float(jnp.finfo(dtype).tiny) / 64, dtype)
     found, info = jax.jit(lambda x: optaxclip.clip_tree(x, 1e-37, scope=scopes.tree(), norm=norm))(

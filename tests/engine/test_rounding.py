@@ -47,7 +47,7 @@ def draw(count, **dtypes):
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("dtype", [F32, F64, BF16, F16], ids=lambda dtype: np.dtype(dtype).name)
-def test_no_entry_is_further_from_the_exact_one_than_with_optax(dtype):
+def test_global_norm_clip_rounds_no_worse_than_optax(dtype):
     trees = [*draw(400, a=dtype, b=dtype).values()]
     share = np.random.default_rng(1).uniform(0.1, 0.9, 400)
     thresholds = (norms_of(trees) * share).astype(dtype)
@@ -122,7 +122,7 @@ def test_strictly_no_norm_is_above_its_threshold_however_near(dtypes):
         jax.tree.map(np.testing.assert_array_equal, twice, once)
 
 
-def test_strict_largest_moduli_are_lowered_by_no_more_than_they_are_rounded():
+def test_strict_linf_clip_lowers_modulus_only_slightly():
     options = {"scope": scopes.tree(), "norm": "linf", "strict": True}
     for given in (np.complex64([3 + 4j, 0.1j]), F32([3, -4])):
         clipped, _ = optaxclip.clip_tree(given, 2.0, **options)
@@ -156,7 +156,7 @@ def test_strictly_what_is_exactly_at_its_threshold_stays():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [5, 300])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
-def test_every_entry_is_multiplied_and_rounded_once(dtype, size):
+def test_clip_multiplies_and_rounds_elements_once(dtype, size):
     x = np.random.default_rng(0).standard_normal(size).astype(dtype)
     threshold = jnp.asarray(0.7, dtype)
     (clipped,), info = optaxclip.clip_tree([x], threshold, scope=scopes.tree())
@@ -169,7 +169,7 @@ def test_every_entry_is_multiplied_and_rounded_once(dtype, size):
     assert np.all(np.abs(wide(clipped) - exact) <= ulp + 2.4e-7 * np.abs(exact))
 
 
-def test_direction_and_order_do_not_matter():
+def test_clip_ignores_order_of_leaves():
     rng = np.random.default_rng(0)
     tree = [rng.standard_normal(size).astype(F32) * size for size in (2, 70, 500)]
     (forward, info), (backward, _) = (
@@ -180,7 +180,7 @@ def test_direction_and_order_do_not_matter():
         np.testing.assert_allclose(np.asarray(clipped) / x, float(info.factor), rtol=2e-7)
 
 
-def test_strict_rounding_gives_the_nearest_that_is_no_larger():
+def test_strict_rounding_rounds_toward_zero():
     x = np.random.default_rng(0).normal(size=300).astype(F32)
     x[::3] = x[::3].astype(F16)  # which need no rounding
     x[:2] = 0, -0.0

@@ -52,7 +52,7 @@ UNITS = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("shape", "axes", "norm"), [(k, *v) for k, v in UNITS.items()], ids=str)
-def test_unit_norms_of_ones(shape, axes, norm):
+def test_unit_scope_measures_expected_axes(shape, axes, norm):
     clipped, info = clip(np.ones(shape, np.float32), 0.5, scopes.unit())
     np.testing.assert_allclose(info.norm, [norm], rtol=1e-6)
     np.testing.assert_allclose(clipped, np.full(shape, 0.5 / norm), rtol=1e-6)
@@ -61,7 +61,7 @@ def test_unit_norms_of_ones(shape, axes, norm):
     np.testing.assert_allclose(clipped, expected(x, axes, 0.5), rtol=2e-6)
 
 
-def test_the_axes_of_a_unit_follow_from_what_is_behind_the_stacked_axes():
+def test_unit_scope_shifts_axes_past_stacked_axes():
     for shape, (axes, _) in UNITS.items():
         assert axes_of(scopes.unit(), shape) == axes
         for front in ((3,), (1, 2)):
@@ -69,7 +69,7 @@ def test_the_axes_of_a_unit_follow_from_what_is_behind_the_stacked_axes():
             assert found == tuple(len(front) + axis for axis in axes)
 
 
-def test_axes_may_be_given_in_any_way():
+def test_scopes_accept_axes_in_all_forms():
     for axes, found in ((0, (0,)), (-1, (2,)), ((-2, 0), (0, 1)), ([0, 1, 2], (0, 1, 2)), ((), ())):
         assert axes_of(scopes.axes(axes), (3, 4, 5)) == found
         assert axes_of(scopes.unit(axes), (3, 4, 5)) == found
@@ -82,7 +82,7 @@ def test_axes_may_be_given_in_any_way():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("stacked", [1, 2])
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 2, 3, 4)], ids=str)
-def test_stacked_units_are_a_loop_over_layers(shape, stacked):
+def test_stacked_units_match_loop_over_layers(shape, stacked):
     x = normal(*(3, 2)[:stacked], *shape)
     clipped, _ = clip(x, 0.7, scopes.unit(stacked=stacked))
     layers = x.reshape(-1, *shape)
@@ -96,7 +96,7 @@ def test_stacked_units_are_a_loop_over_layers(shape, stacked):
     [(0, 1, 2, 3), (-1,), 5, (2, -1), lambda path, leaf: (0, leaf.ndim - 1)],
     ids=["four", "last", "number", "mixed", "function"],
 )
-def test_unit_with_axes_of_ones_own(axis):
+def test_unit_scope_accepts_custom_axes(axis):
     x = normal(2, 3, 2, 2, 3, 2)
     axes = axis("", x) if callable(axis) else axis
     axes = tuple(a % 6 for a in np.atleast_1d(axes))
@@ -104,14 +104,14 @@ def test_unit_with_axes_of_ones_own(axis):
     np.testing.assert_allclose(clipped, expected(x, axes, 0.7), rtol=2e-6)
 
 
-def test_unit_axes_speak_of_what_follows_the_stacked_ones():
+def test_unit_scope_axes_count_from_unstacked_axes():
     x = normal(3, 4, 5)
     for axis in (1, lambda path, leaf: leaf.ndim - 2):
         clipped, _ = clip(x, 0.7, scopes.unit(axis, stacked=1))
         np.testing.assert_allclose(clipped, expected(x, (2,), 0.7), rtol=2e-6)
 
 
-def test_agc_is_the_unit_scope_with_weight_norms():
+def test_adaptive_grad_clip_matches_published_vectors():
     """The vectors of section E1 of the methods."""
     for ratio, weights, grads, clipped in [
         (0.01, [[3, 0], [4, 0]], [[0.3, 0.3], [0.4, 0.4]], [[0.03, 6e-6], [0.04, 8e-6]]),
@@ -129,7 +129,7 @@ def test_agc_is_the_unit_scope_with_weight_norms():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("norm", "update", "factor"), [(5, 10, 0.15), (0, 1, 3e-4)])
-def test_agc_per_tensor_as_in_dreamer(norm, update, factor):
+def test_relative_to_params_reproduces_dreamer(norm, update, factor):
     threshold = optaxclip.thresholds.relative_to_params(0.3, eps=1e-3)
     tx = optaxclip.clip_by(scopes.leaf(), threshold)
     params, grads = jnp.array([[norm, 0.0]]), jnp.array([[0.0, update]])
@@ -140,7 +140,7 @@ def test_agc_per_tensor_as_in_dreamer(norm, update, factor):
 # Leaves, axes, the tree
 
 
-def test_leaf():
+def test_leaf_scope_clips_leaves_separately():
     tree = {"a": normal(3, 4), "b": {"c": normal(5), "d": np.float32(-3)}}
     clipped, info = clip(tree, 0.7, scopes.leaf())
     assert list(info.names) == ["a", "b/c", "b/d"]
@@ -153,7 +153,7 @@ def test_leaf():
 @pytest.mark.parametrize(
     ("norm", "response"), [("l2", "clip"), ("rms", "smooth"), ("linf", "normalize")]
 )
-def test_stacked_leaves_are_a_loop_over_layers(norm, response):
+def test_stacked_leaves_match_loop_over_layers(norm, response):
     options = {"norm": norm, "response": response}
     scale = np.logspace(-2, 2, 6).astype(np.float32).reshape(6, 1, 1)
     tree = {"blocks": {"b": normal(6, 4), "w": normal(6, 4, 5) * scale}, "head": np.float32([1, 2])}
@@ -167,7 +167,7 @@ def test_stacked_leaves_are_a_loop_over_layers(norm, response):
             np.testing.assert_allclose(clipped["blocks"][name][i], alone[name], rtol=2e-6)
 
 
-def test_stacked_forms_are_equivalent():
+def test_stacked_accepts_equivalent_forms():
     tree = {"blocks": [normal(3, 4), normal(3, 4, 2)], "head": normal(4)}
     results = [
         clip(tree, 0.7, scopes.leaf(stacked=stacked))[0]
@@ -186,7 +186,7 @@ def test_stacked_forms_are_equivalent():
     ("axis", "clipped"),
     [(0, [[-2.4, 0, 0], [3.2, 0, 3]]), (1, [[-3, 0, 0], [3.2, 0, 2.4]])],
 )
-def test_clip_by_norm_over_an_axis(axis, clipped):
+def test_clip_by_norm_over_axis_matches_tensorflow(axis, clipped):
     """TensorFlow's vectors."""
     grads = np.float32([[-3.0, 0, 0], [4, 0, 3]])
     for threshold, result in ((4.0, clipped), (6.0, grads)):
@@ -195,7 +195,7 @@ def test_clip_by_norm_over_an_axis(axis, clipped):
         np.testing.assert_allclose(actual, result, rtol=1e-6)
 
 
-def test_tree_of_two_leaves():
+def test_tree_scope_matches_tensorflow():
     """TensorFlow's vectors."""
     tree = [np.float32([[-2.0, 0, 0], [4, 0, 0]]), None, np.float32([1.0, -2.0])]
     (w, none, b), info = clip(tree, 4.0, scopes.tree())
@@ -225,7 +225,7 @@ GROUPED = {"encoder": {"w": normal(3, 4), "b": normal(4, seed=1)}, "head": [norm
     ],
     ids=["prefix", "full tree", "function"],
 )
-def test_groups_are_trees_of_their_own(labels):
+def test_group_scope_clips_groups_like_separate_trees(labels):
     clipped, info = clip(GROUPED, {"encoder": 0.5, "head": 0.1}, scopes.group(labels))
     assert list(info.names) == ["encoder", "head"]
     np.testing.assert_allclose(info.threshold, [0.5, 0.1], rtol=1e-6)
@@ -235,13 +235,13 @@ def test_groups_are_trees_of_their_own(labels):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), clipped[name], alone)
 
 
-def test_labels_fit_a_tree_without_leaves():
+def test_labels_accept_tree_without_leaves():
     for scope in (scopes.group({"w": "a"}), scopes.leaf(stacked=[1]), scopes.unit({"w": 0})):
         for tree in ({}, {"b": None}):
             assert clip(tree, 1.0, scope)[0] == tree
 
 
-def test_one_label_is_the_tree():
+def test_group_scope_with_single_label_matches_tree_scope():
     clipped, _ = clip(GROUPED, 0.5, scopes.group("all"))
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
@@ -249,7 +249,7 @@ def test_one_label_is_the_tree():
     )
 
 
-def test_groups_may_cut_across_the_tree():
+def test_clip_by_group_norm_groups_across_branches():
     tx = optaxclip.clip_by_group_norm(1.0, lambda path, leaf: f"rank {leaf.ndim}")
     tree = {"a": {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 2.0)}, "c": np.float32([1.0, 4.0])}
     updates, state = tx.update(tree, tx.init(tree))
@@ -267,26 +267,26 @@ def test_groups_may_cut_across_the_tree():
 W = {"w": jnp.ones((2, 3))}
 
 
-def test_counts_may_be_numpys():
+def test_stacked_accepts_numpy_integer():
     rows, _ = clip(W, 1.0, scopes.leaf(np.int64(1)))
     np.testing.assert_allclose(rows["w"], W["w"] / np.sqrt(3), rtol=1e-6)
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("shapes", [{"a": (3, 0)}, {"a": (3, 0), "b": (2, 0), "c": (3, 4)}])
-def test_a_leaf_without_units_is_recorded_as_not_clipped(shapes):
+def test_leaf_without_units_counts_as_unclipped(shapes):
     grads = {name: jnp.ones(shape) for name, shape in shapes.items()}
     _, info = clip(grads, 0.5, scopes.unit())
     assert (info.norm[0], info.threshold[0], info.factor[0], info.fraction[0]) == (0, np.inf, 1, 0)
 
 
-def test_axes_may_be_numpys():
+def test_axes_scope_accepts_numpy_integers():
     grads = np.float32([[3.0, 6.0], [4.0, 8.0]])
     for axes in (np.int64(0), np.array([0]), (0, -2)):
         np.testing.assert_allclose(clip(grads, 20.0, scopes.axes(axes))[1].norm, [10])
 
 
-def test_a_function_of_the_whole_tree_labels_as_for_partition():
+def test_group_scope_accepts_label_function_like_optax_partition():
     def of_tree(tree):
         return {"w": "a", "rest": jax.tree.map(lambda _: "b", tree["rest"])}
 

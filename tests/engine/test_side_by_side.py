@@ -33,7 +33,7 @@ SCOPES = {
 }
 
 
-def test_very_many_units_of_several_leaves():
+def test_unit_scope_clips_many_units_of_several_leaves():
     """More than one would want the numbers of in a compiled program."""
     tree = [normal(2, 70_000), normal(5, 8, seed=1), normal(3, 70_000, seed=2)]
     clipped, _ = optaxclip.clip_tree(tree, 0.5, scope=scopes.unit())
@@ -46,7 +46,7 @@ def test_very_many_units_of_several_leaves():
 @pytest.mark.parametrize(
     ("name", "axes"), [("leaf", lambda x: None), ("unit", lambda x: 0 if x.ndim > 1 else None)]
 )
-def test_records_stand_beside_their_names(name, axes):
+def test_info_norms_match_names(name, axes):
     _, info = optaxclip.clip_tree(TREE, 0.5, scope=SCOPES[name])
     norms = {x: np.sqrt(np.sum(np.square(leaf), axes(leaf))) for x, leaf in TREE.items()}
     assert list(info.names) == list(TREE)
@@ -65,7 +65,7 @@ def test_thresholds_by_name_of_layers_and_whole_leaves():
     np.testing.assert_allclose(norms, [1, 2, 3], rtol=2e-6)
 
 
-def test_params_may_lie_in_another_way_than_gradients():
+def test_adaptive_grad_clip_accepts_params_sharded_unlike_gradients():
     """Those of one device are all side by side, those on a mesh are not."""
     tree = {"v": normal(16, 4), "w": normal(8, 16, seed=1)}
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))

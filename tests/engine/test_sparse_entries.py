@@ -12,7 +12,7 @@ from optaxclip._backend.elementwise import coalesce_values
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", ["l2", "l1", "linf", optaxclip.norms.lp(3)], ids=str)
-def test_entries_out_of_range_do_not_count(norm):
+def test_sparse_norm_ignores_indices_out_of_range(norm):
     data, indices = np.float32([3.0, 100.0, 4.0, 1e30]), np.int32([[1], [5], [2], [9]])
     rows, places = np.float32([[3.0, 9.0], [7.0, 4.0]]), np.int32([[[0], [3]], [[4], [2]]])
     in_two = np.int32([[1, 0], [1, 2], [2, 1], [9, 1]])
@@ -33,14 +33,14 @@ def test_entries_out_of_range_do_not_count(norm):
     np.testing.assert_allclose(found[:, 1], found[0, 1], rtol=1e-6)
 
 
-def test_what_is_stored_is_added_up_in_each_batch():
+def test_coalesced_values_sum_duplicates_in_batches():
     data, indices = np.float32([[3, 1, 3], [1, 6, 1]]), np.int32([[2, 0, 2], [2, 0, 9]])
     leaf = BCOO((data, indices[..., None]), shape=(2, 5))
     found = jax.jit(lambda leaf: coalesce_values(leaf, jnp.float32))(leaf)
     np.testing.assert_array_equal(found, [[6, 1, 6], [1, 6, 0]])
 
 
-def test_masking_a_sparse_leaf():
+def test_mask_policy_zeros_nonfinite_sparse_elements():
     sparse = BCOO((np.float32([3.0, jnp.nan, 4.0]), np.int32([[1], [2], [4]])), shape=(5,))
     grads = {"bad": sparse, "good": np.float32([0.6, 0.8])}
     tx = optaxclip.clip_by_norm(2.5, nonfinite="mask")
@@ -51,7 +51,7 @@ def test_masking_a_sparse_leaf():
     np.testing.assert_allclose(state.info.norm, [5, 1], rtol=1e-6)
 
 
-def test_rows_out_of_range_do_not_count():
+def test_sparse_norm_ignores_rows_out_of_range():
     rows = np.float32([[3.0, 0.0], [0.0, 4.0], [100.0, jnp.inf]])
     leaf = BCOO((rows, np.int32([[1], [0], [5]])), shape=(5, 2))
     assert leaf.n_dense == 1
@@ -60,7 +60,7 @@ def test_rows_out_of_range_do_not_count():
     np.testing.assert_allclose(updates.data[:2], rows[:2] / 2, rtol=3e-6)
 
 
-def test_padding_that_is_not_finite_is_not_masked_as_an_entry():
+def test_mask_policy_ignores_nonfinite_padding():
     padded = BCOO((np.float32([3.0, jnp.nan]), np.int32([[0], [9]])), shape=(4,))
     tx = optaxclip.clip_by_global_norm(1.0, nonfinite="mask")
     info = tx.update(padded, tx.init(padded))[1].info

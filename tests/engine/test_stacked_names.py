@@ -20,7 +20,7 @@ def names(stacked, tree=MODEL):
 
 
 @pytest.mark.slow
-def test_a_dict_names_the_stacked_branches_and_all_others_are_0():
+def test_stacked_dict_defaults_other_branches_to_zero():
     all_layers = [f"layers/{leaf}/{i}" for leaf in ("b", "mlp") for i in range(3)]
     assert names({"layers": 1}) == ["embedding", *all_layers]
     assert names({"layers": {"mlp": 1}}) == ["embedding", "layers/b", *all_layers[3:]]
@@ -33,7 +33,7 @@ def test_a_dict_names_the_stacked_branches_and_all_others_are_0():
     np.testing.assert_allclose(norms, [np.sqrt(5000), 1, 2], rtol=1e-6)
 
 
-def test_a_dict_names_branches_of_flax_too():
+def test_stacked_dict_accepts_flax_state():
     class Model(nnx.Module):
         def __init__(self):
             self.layers, self.head = nnx.Param(jnp.ones((2, 3))), nnx.Param(jnp.ones(3))
@@ -42,7 +42,7 @@ def test_a_dict_names_branches_of_flax_too():
     assert names({"layers": 1}, state) == ["head", "layers/0", "layers/1"]
 
 
-def test_a_named_branch_may_be_missing_at_a_step_and_kept_back_by_a_wrapper():
+def test_stacked_dict_accepts_missing_branches():
     tx = clip_by(scopes.leaf({"layers": 1}), 1.0)
     _, state = tx.update(MODEL | {"layers": None}, tx.init(MODEL))
     np.testing.assert_array_equal(state.info.norm > 0, [True] + [False] * 6)
@@ -51,7 +51,7 @@ def test_a_named_branch_may_be_missing_at_a_step_and_kept_back_by_a_wrapper():
 
 
 @pytest.mark.parametrize("wrong", [{"layer": 1}, {"layers": {"w": 1}}, {"layers": 1, "x": 0}])
-def test_a_branch_that_is_not_there_is_named(wrong):
+def test_stacked_dict_with_unknown_branch_raises(wrong):
     with pytest.raises(ValueError, match=r"stacked must be a pytree prefix .* got the lea"):
         names(wrong)
     with pytest.raises(ValueError, match=r"from 0 to 2 for leaf 'layers/mlp' .* got 7"):
@@ -66,7 +66,7 @@ SAID = (
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.leaf, lambda stacked: scopes.unit(stacked=stacked)])
-def test_one_number_for_an_embedding_is_warned_of(scope):
+def test_stacked_number_with_embedding_warns(scope):
     with pytest.warns(UserWarning, match=SAID) as warned:
         clip_by(scope(1), 1.0).init(MODEL)
     assert warned[0].filename == __file__

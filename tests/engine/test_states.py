@@ -44,7 +44,7 @@ def arrays(tree):
 @pytest.mark.by_day(40)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("rule", RULES)
-def test_nothing_else_holds_the_arrays_of_a_fresh_state(rule, scope):
+def test_init_shares_no_arrays_between_states(rule, scope):
     tx = optaxclip.clip_by(SCOPES[scope], RULES[rule]())
     fresh = tx.init(PARAMS)
     places = [x.unsafe_buffer_pointer() for x in arrays(fresh)]
@@ -53,7 +53,7 @@ def test_nothing_else_holds_the_arrays_of_a_fresh_state(rule, scope):
     jax.block_until_ready((tx.init(PARAMS), PARAMS, NUMBER))
 
 
-def test_nothing_else_holds_the_arrays_of_a_fresh_state_with_a_rule_that_judges():
+def test_init_of_wrappers_shares_no_arrays():
     inner, rule = optax.sgd(0.1, momentum=0.9), thresholds.zscore()
     tx = optaxclip.skip_above(inner, rule, loss_threshold=rule)
     places = [x.unsafe_buffer_pointer() for x in arrays(tx.init(PARAMS))]
@@ -98,7 +98,7 @@ def fresh_states(names):
     ids=["jit-some", "jit-all", "nnx.jit-all"],
 )
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_a_fresh_state_and_its_updates_are_donated_twice(compiled, names):
+def test_states_and_updates_accept_donation_from_first_step(compiled, names):
     for _ in range(2):
         states = fresh_states(names)
         run(donating(compiled), states, 2)
@@ -118,7 +118,7 @@ def counted(states, count):
     "names", slow_unless(lambda names: names is SOME, [SOME, ALL]), ids=["some", "all"]
 )
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_counts_stay_at_the_largest_and_change_nothing(names):
+def test_counters_saturate_without_changing_updates(names):
     step, found = donating(jax.jit), []
     # Rings have 2, 4 and 5 places, which come round together.
     for count in (LARGEST, LARGEST - 20 * 10**7):
@@ -136,7 +136,7 @@ def test_counts_stay_at_the_largest_and_change_nothing(names):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.unit()], ids=["leaf", "unit"])
-def test_a_group_that_a_step_lacks_keeps_its_record(scope):
+def test_missing_group_keeps_previous_info(scope):
     tx = optaxclip.clip_by(scope, {"a": 1.0, "b": 0.5})
     grads = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
     _, before = tx.update(grads, tx.init(grads))
@@ -149,7 +149,7 @@ def test_a_group_that_a_step_lacks_keeps_its_record(scope):
     np.testing.assert_array_equal(after.info.num_clipped, [2, 1])
 
 
-def test_units_that_a_step_lacks_keep_their_place_in_what_a_rule_knows():
+def test_missing_unit_keeps_state_shapes():
     tx = optaxclip.clip_by(scopes.unit(), thresholds.ema(0.9, 2.0))
     grads = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 4)), "c": jnp.ones((3, 2))}
     state = tx.init(grads)
@@ -157,7 +157,7 @@ def test_units_that_a_step_lacks_keep_their_place_in_what_a_rule_knows():
     assert avals(after) == avals(state)
 
 
-def test_a_group_that_a_step_lacks_is_no_error():
+def test_missing_group_triggers_no_checkify_error():
     tx, grads = optaxclip.clip_by_norm(1.0, nonfinite="error"), {"a": jnp.ones(2), "b": jnp.ones(3)}
     step = checkify.checkify(lambda x: tx.update({"a": x, "b": None}, tx.init(grads))[0])
     error, updates = jax.jit(step)(grads["a"])
@@ -165,7 +165,7 @@ def test_a_group_that_a_step_lacks_is_no_error():
     np.testing.assert_allclose(updates["a"], np.full(2, 0.5**0.5), rtol=1e-6)
 
 
-def test_a_step_without_leaves_has_the_norm_of_nothing():
+def test_step_without_leaves_records_zero_norm():
     tx = optaxclip.clip_by_global_norm(1.0, nonfinite="mask")
     _, before = tx.update({"a": jnp.ones(4)}, None)
     _, after = tx.update({"a": None}, before)
@@ -208,7 +208,7 @@ WITHOUT_KEYS |= {
         [name for name in WITHOUT_KEYS if name not in METHODS],
     ),
 )
-def test_a_state_of_numpy_arrays_is_as_any(name):
+def test_update_accepts_states_of_numpy_arrays(name):
     tx = WITHOUT_KEYS[name]
     state = restored = tx.init(PARAMS)
     for seed in (1, 2):
@@ -218,14 +218,14 @@ def test_a_state_of_numpy_arrays_is_as_any(name):
 
 
 @pytest.mark.parametrize("name", WITHOUT_KEYS)
-def test_a_state_is_made_of_shapes_as_of_arrays(name):
+def test_init_accepts_shapes(name):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     assert_same(WITHOUT_KEYS[name].init(shapes), WITHOUT_KEYS[name].init(PARAMS))
 
 
 @pytest.mark.by_day(15)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_the_count_of_adam_is_the_only_one(name):
+def test_states_have_no_field_called_count(name):
     # `scale_by_stable_adam` is an Adam itself.
     after = optax.scale(0.1) if name.startswith("scale_by_stable_adam") else optax.adam(0.1)
     tx = optax.chain(TRANSFORMATIONS[name], after)

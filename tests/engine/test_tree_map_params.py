@@ -100,7 +100,7 @@ QUICK = [name for name in QUICK if not name.endswith(", zscore") or name.startsw
 
 @pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, CASES))
-def test_a_state_is_mapped_and_used_as_it_was(name):
+def test_tree_map_params_keeps_states_usable(name):
     tx, grads = CASES[name](), gradients(name)
     step = jax.jit(chex.assert_max_traces(update_of(tx), n=1))
     with jax.numpy_dtype_promotion("standard"):  # which MultiSteps needs
@@ -136,7 +136,7 @@ def test_a_state_is_mapped_and_used_as_it_was(name):
 
 @pytest.mark.by_day(15)
 @pytest.mark.parametrize("name", CASES)
-def test_specs_for_a_state_from_those_of_the_parameters(name):
+def test_tree_map_params_derives_specs_for_states(name):
     tx = CASES[name]()
     shapes = jax.eval_shape(tx.init, PARAMS)
     of_params = {leaf: jax.P(leaf) for leaf in PARAMS}
@@ -151,13 +151,13 @@ def test_specs_for_a_state_from_those_of_the_parameters(name):
         assert spec == (by_shape[shape.shape] if id(shape) in moments else jax.P())
 
 
-def test_equal_names_are_the_same_key():
+def test_static_names_have_equal_hashes():
     # A dict compares hashes before it compares keys.
     assert {StaticNames(("b", "w")): 1}[StaticNames()] == 1
 
 
 @pytest.mark.slow
-def test_labels_are_other_names_than_those_of_leaves():
+def test_jit_distinguishes_labels_from_leaf_names():
     """A function compiled for the one is not used for the other."""
     log = jax.jit(monitor.metrics)
     for scope in (scopes.leaf(), scopes.group({name: name for name in GRADS})):
@@ -166,7 +166,7 @@ def test_labels_are_other_names_than_those_of_leaves():
         assert set(log(state)) == set(monitor.metrics(state))
 
 
-def test_names_that_multi_steps_does_not_keep_are_given_back_as_the_message_says():
+def test_lost_names_error_restores_names():
     tx = optax.MultiSteps(optaxclip.clip_by_norm(1.0), 2)
     state = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
     with jax.numpy_dtype_promotion("standard"):
@@ -183,7 +183,7 @@ def test_names_that_multi_steps_does_not_keep_are_given_back_as_the_message_says
     assert list(info.names) == ["b", "v", "w"]
 
 
-def test_a_step_without_all_groups_needs_their_names():
+def test_missing_or_unknown_groups_require_names():
     tx = optaxclip.clip_by_norm(1.0)
     mapped = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
     with pytest.raises(ValueError, match="the state must have the names of its 3 groups"):
@@ -192,7 +192,7 @@ def test_a_step_without_all_groups_needs_their_names():
         tx.update(GRADS | {"u": jnp.ones(1)}, tx.init(PARAMS))
 
 
-def test_a_skip_without_names_waits_for_a_step_with_all_leaves():
+def test_skip_nonfinite_restores_names_with_all_leaves():
     tx = optaxclip.skip_nonfinite(optax.identity())
     state = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
     for grads, names in ((GRADS | {"v": None}, []), (GRADS, ["b", "v", "w"])):

@@ -89,7 +89,7 @@ def with_paths(tree, path=""):
 
 
 @every_state
-def test_containers_hold_what_jax_calls_leaves(name):
+def test_state_containers_match_jax_leaves(name):
     numbered = jax.tree.unflatten(
         jax.tree.structure(STATES[name]), range(len(jax.tree.leaves(STATES[name])))
     )
@@ -99,7 +99,7 @@ def test_containers_hold_what_jax_calls_leaves(name):
 
 
 @every_state
-def test_paths_have_the_structure_of_the_state(name):
+def test_state_paths_match_state_structure(name):
     state, paths = STATES[name], with_paths(STATES[name])
     jax.tree.map(lambda path, x: None, paths, state, is_leaf=lambda x: x is None)
     # Levanter compares these numbers where it restores.
@@ -109,7 +109,7 @@ def test_paths_have_the_structure_of_the_state(name):
 
 
 @every_state
-def test_a_flat_state_dict_holds_arrays_alone(name):
+def test_flax_state_dict_contains_only_arrays(name):
     """As t5x stores it."""
     stored = flax.serialization.to_state_dict(STATES[name])
     flat = flax.traverse_util.flatten_dict(stored, sep="/") if stored != () else {}

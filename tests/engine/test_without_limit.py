@@ -107,7 +107,7 @@ def slopes_of_sums(response):
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("response", ["clip", "auto_s"])
-def test_an_example_that_is_dropped_has_no_derivative(response, bad):
+def test_dropped_example_has_zero_derivative(response, bad):
     kept = np.float32([[3, 4], [0.1, 0.2]])
     expected, expected_threshold = slopes_of_sums(response)(kept, 1.0)
     found, of_threshold = slopes_of_sums(response)(np.append(kept, np.float32([[bad, 1]]), 0), 1.0)
@@ -128,7 +128,7 @@ AT_ONCE = {
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("patience", [20, None])
 @pytest.mark.parametrize("name", AT_ONCE)
-def test_nothing_is_judged_before_something_is_recorded(name, patience):
+def test_rules_wait_for_first_recorded_norm(name, patience):
     rule = AT_ONCE[name](warmup_steps=0, patience=patience)
     state, update = rule.init(jnp.zeros(())), jax.jit(rule.update)
     # The first is below the floor, the second is not finite: neither is recorded.
@@ -141,7 +141,7 @@ def test_nothing_is_judged_before_something_is_recorded(name, patience):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["zscore", "window", "percentile"])
-def test_no_step_is_skipped_before_a_loss_is_recorded(name):
+def test_loss_limit_waits_for_first_recorded_loss(name):
     rule = AT_ONCE[name](warmup_steps=0)
     tx = optaxclip.skip_above(optax.sgd(1.0), jnp.inf, loss_threshold=rule)
     ones, update = np.ones(2, np.float32), jax.jit(tx.update)
@@ -152,7 +152,7 @@ def test_no_step_is_skipped_before_a_loss_is_recorded(name):
     assert skipped == [0, 0, 1, 1, 2]
 
 
-def test_a_target_without_a_norm_leaves_the_first_ones():
+def test_normalize_without_target_keeps_gradients():
     tx = optaxclip.clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")
     tiny = np.float32([1e-9, 0.0])
     np.testing.assert_array_equal(tx.update(tiny, tx.init(tiny))[0], tiny)

@@ -14,7 +14,7 @@ def record(tx, grads, params=None):
     return [float(x[0]) for x in (info.norm, info.threshold, info.factor)], info
 
 
-def test_the_worst_unit_is_not_the_one_with_the_largest_norm():
+def test_info_reports_unit_with_largest_norm_to_threshold():
     params, grads = np.float32([[1.0, 10.0], [0, 0]]), np.float32([[1.0, 2.0], [0, 0]])
     found, _ = record(optaxclip.adaptive_grad_clip(0.1), grads, params)
     np.testing.assert_allclose(found, [1, 0.1, 0.1], rtol=1e-5)
@@ -40,7 +40,7 @@ def test_the_share_of_units_above_their_threshold():
     assert (info.norm[2], info.threshold[2], info.factor[2]) == (0, np.inf, 1)
 
 
-def test_a_bad_unit_is_worst_of_all_and_zero_says_so():
+def test_info_reports_nonfinite_unit_as_worst():
     grads = np.float32([[jnp.nan, 30.0], [1.0, 40.0]])
     for policy, factor in {"nan": np.nan, "zero": 0}.items():
         found, info = record(optaxclip.clip_by(scopes.unit(), 1.0, nonfinite=policy), grads)
@@ -50,14 +50,14 @@ def test_a_bad_unit_is_worst_of_all_and_zero_says_so():
         np.testing.assert_array_equal(tree, [np.nan, 1, factor])
 
 
-def test_a_masked_unit_counts_by_what_is_left_of_it():
+def test_info_counts_masked_unit_by_remaining_norm():
     grads = np.float32([[jnp.nan, 3.0], [1e-3, 4.0]])
     found, info = record(optaxclip.clip_by(scopes.unit(), 1.0, nonfinite="mask"), grads)
     np.testing.assert_allclose(found, [5, 1, 0.2], rtol=1e-5)
     assert (info.num_nonfinite, info.num_clipped) == (1, 1)
 
 
-def test_each_layer_counts_its_own_bad_entries():
+def test_info_counts_nonfinite_elements_by_layer():
     grads = np.float32([[jnp.nan, 3.0], [4.0, 1.0]])
     for policy in ("nan", "zero", "mask"):
         scope = scopes.leaf(stacked=1)
@@ -78,7 +78,7 @@ CASES = {
 }
 
 
-def test_the_worst_of_two_in_any_order():
+def test_info_selects_worst_of_two_groups():
     *columns, expected = (np.float32(x) for x in zip(*CASES.values(), strict=True))
     norms, thresholds = (np.concatenate([x, x[:, ::-1]]) for x in columns)
 
@@ -97,7 +97,7 @@ def test_the_worst_of_two_in_any_order():
     np.testing.assert_array_equal(info.num_nonfinite[:, 0], bad.any(1))
 
 
-def test_the_worst_of_very_many_units():
+def test_info_finds_worst_of_many_units():
     grads = [np.full((2, 2**18 + 1), 0.1, np.float32), np.full((2, 3), 0.2, np.float32)]
     grads[0][:, 70_000] = 3, 4
     found, info = record(optaxclip.clip_by(scopes.unit(), 1.0), jax.tree.map(jnp.asarray, grads))
@@ -109,7 +109,7 @@ def test_the_worst_of_very_many_units():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("columns", [2**17, 2**18 + 1])
-def test_norms_of_columns_are_one_array_however_many_there_are(columns):
+def test_column_norms_use_single_array(columns):
     leaves = [jax.ShapeDtypeStruct((2, columns), jnp.float32)] * 20
     tx = optaxclip.adaptive_grad_clip(0.1)
     state = jax.eval_shape(tx.init, leaves)
@@ -120,7 +120,7 @@ def test_norms_of_columns_are_one_array_however_many_there_are(columns):
 @pytest.mark.parametrize(
     "tx", [optaxclip.adaptive_grad_clip(0.1, axis=0), optaxclip.clip_by_norm(1.0, 0)]
 )
-def test_so_many_norms_that_their_leaves_may_be_stacked_are_warned_of(tx):
+def test_many_norms_from_stacked_leaves_warn(tx):
     few = {"stacked": jax.ShapeDtypeStruct((2, 4, 2**22), jnp.float32)}
     leaves = few | {"vector": jax.ShapeDtypeStruct((2, 1), jnp.float32)}
     jax.eval_shape(tx.init, few)

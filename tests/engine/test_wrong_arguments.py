@@ -35,14 +35,14 @@ RULES = {
 
 
 @pytest.mark.parametrize("count", [1, jnp.int32(1), 10**12], ids=["one", "array", "huge"])
-def test_a_count_may_be_the_least_and_any_that_is_larger(count):
+def test_counts_accept_minimum_and_larger_integers(count):
     skip = optaxclip.skip_above(SGD, 1.0, count)
     tx = optaxclip.scale_loss(skip, growth_interval=count)
     params = jnp.ones(2)
     jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
 
 
-def test_how_to_switch_clipping_off_is_said_where_one_might_want_it():
+def test_threshold_errors_explain_disabling_clipping():
     for threshold in (None, -1.0, np.nan):
         with pytest.raises((TypeError, ValueError), match=r"pass math\.inf to disable clipping"):
             optaxclip.clip_by_global_norm(threshold)
@@ -83,7 +83,7 @@ def state_of(rule, how):
         product(RULES, ["eager", "jit", "skip"], [2, len(RULES) - 1]),
     ),
 )
-def test_a_state_of_another_rule_is_refused_and_both_are_named(rule, how, number):
+def test_state_of_other_rule_raises_and_names_both(rule, how, number):
     """The other states are those of the `number` rules that come next in `RULES`."""
     params, tx = PARAMS, of_rule(rule, how)
     update = tx.update if how == "eager" else jax.jit(tx.update)
@@ -98,7 +98,7 @@ def test_a_state_of_another_rule_is_refused_and_both_are_named(rule, how, number
             update(params, state_of(other, how))
 
 
-def test_a_state_of_another_window_or_of_another_loss_is_refused():
+def test_state_of_other_window_or_loss_rule_raises():
     params = {"a": jnp.ones(3)}
     short, long = (clip_by(scopes.tree(), thresholds.percentile(window=n)) for n in (4, 5))
     with pytest.raises(ValueError, match=r"\(5,\)\] for this threshold, got .*\(4,\)\]"):
@@ -114,7 +114,7 @@ def test_a_state_of_another_window_or_of_another_loss_is_refused():
         with_loss(loss_threshold=thresholds.window(3.0, 4)).update(params, state, value=1.0)
 
 
-def test_a_skip_around_an_optimizer_that_already_runs():
+def test_skip_nonfinite_explains_wrapping_running_optimizer():
     params, optimizer = {"a": jnp.ones(3)}, optax.sgd(0.1, momentum=0.5)
     old = optimizer.update(params, optimizer.init(params))[1]
     tx = optaxclip.skip_nonfinite(optimizer)
@@ -126,7 +126,7 @@ def test_a_skip_around_an_optimizer_that_already_runs():
     assert state.num_skipped == 0
 
 
-def test_the_axis_of_a_vmap_where_jax_has_no_sum_over_it():
+def test_vmap_axis_name_in_tracked_region_raises():
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,))
 
     def clipped(axis_name, check_vma):
@@ -154,7 +154,7 @@ OF_A_STATE = (
 )
 
 
-def test_names_are_checked_by_all_that_take_one():
+def test_name_arguments_reject_invalid_names():
     for path, fn in public().items():
         if path in OF_A_STATE or not inspect.isfunction(fn):
             continue
@@ -189,7 +189,7 @@ def test_a_number_alone_is_no_threshold_of_what_finds_its_own(name):
 
 
 @pytest.mark.parametrize("number", [0.95, np.float32(0.5), 0.01])
-def test_a_percentile_that_looks_like_a_share_is_warned_of(number):
+def test_fractional_percentile_warns(number):
     share = f"fewer than 1 in 100 norms .*; pass {100 * number:g} for a fraction of "
     for make in (optaxclip.autoclip, optaxclip.thresholds.percentile):
         with pytest.warns(UserWarning, match=share) as warned:
@@ -197,7 +197,7 @@ def test_a_percentile_that_looks_like_a_share_is_warned_of(number):
         assert warned[0].filename == __file__
 
 
-def test_other_percentiles_pass_without_a_warning():
+def test_other_percentiles_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for percentile in (0, 0.0, 1, 1.0, 95, np.float64(99.5), jnp.float32(0.5)):
@@ -205,7 +205,7 @@ def test_other_percentiles_pass_without_a_warning():
 
 
 @pytest.mark.parametrize("key", [3, np.int32(3), jax.random.key(3), jax.random.PRNGKey(3)])
-def test_all_that_is_a_key(key):
+def test_key_accepts_integers_and_keys(key):
     private(key).init(jnp.ones(2))
 
 
@@ -221,7 +221,7 @@ WHOLE = {"a": jnp.arange(3), "b": np.array([True])}
         lambda tree: clip_tree(tree, 1.0, scope=scopes.tree()),
     ],
 )
-def test_nothing_to_clip_is_said(clip):
+def test_tree_without_float_leaves_warns(clip):
     with pytest.warns(
         UserWarning, match="must have floating-point leaves, got .* 'int32'"
     ) as warned:

@@ -12,7 +12,7 @@ from optaxclip import monitor, scopes, skip_above, thresholds
 
 @pytest.mark.by_day(20)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_state_in_the_place_of_the_gradients(name):
+def test_update_rejects_state_as_gradients(name):
     if name in ("clip_attention_logits", "skip_above_loss"):
         pytest.skip("the table wraps its update")
     tx = METHODS[name].make()
@@ -24,7 +24,7 @@ def test_a_state_in_the_place_of_the_gradients(name):
         tx.update((state, optax.EmptyState()), "b", PARAMS)  # as Optax's chain would pass them
 
 
-def test_a_state_of_another_transformation_is_refused_by_all():
+def test_update_rejects_state_of_other_transformation():
     other = optax.adam(1e-3).init(GRADS)
     for name, method in METHODS.items():
         if name != "muon":  # which the table wraps in another transformation
@@ -32,7 +32,7 @@ def test_a_state_of_another_transformation_is_refused_by_all():
                 method.make().update(GRADS, other, PARAMS)
 
 
-def test_a_leaf_that_is_no_array_is_refused_by_all():
+def test_init_rejects_non_array_leaves():
     wrong = {"w": "text"}
     said = "must be a pytree of arrays, got the leaf 'w' = 'text' of type str"
     for name, method in METHODS.items():
@@ -44,7 +44,7 @@ def test_a_leaf_that_is_no_array_is_refused_by_all():
         attention.init(wrong)
 
 
-def test_it_is_said_of_what_is_not_in_the_table_and_of_clips_without_a_record():
+def test_update_of_wrappers_rejects_swapped_arguments():
     made = [monitor.record(), monitor.noise_scale()]
     made += [optaxclip.clip_by_norm(1.0, record=False), optaxclip.clip(1.0, record=False)]
     made += [optaxclip.scale_loss(optax.sgd(0.1)), monitor.events(optaxclip.clip_by_norm(1.0))]
@@ -54,7 +54,7 @@ def test_it_is_said_of_what_is_not_in_the_table_and_of_clips_without_a_record():
             tx.update(tx.init(params), params, params)
 
 
-def test_a_loss_with_flax_train_state():
+def test_skip_above_without_loss_explains_train_state():
     rule = thresholds.window(2.0, 4, warmup_steps=2)
     tx = skip_above(optax.sgd(0.1), jnp.inf, loss_threshold=rule)
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
@@ -68,7 +68,7 @@ def test_a_loss_with_flax_train_state():
         state.apply_gradients(grads=state.params, value=1.0)
 
 
-def test_a_record_of_a_tree_whose_leaves_are_missing_is_the_same_record():
+def test_record_accepts_missing_leaves():
     tx = monitor.record(3, scope=scopes.leaf(), stats=("norm", "max"))
     state = tx.init(GRADS)
     tx.update(GRADS | {"b": None}, state)

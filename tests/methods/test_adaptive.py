@@ -117,7 +117,7 @@ def compiled(name):
 
 @pytest.mark.by_day(1)
 @each_method
-def test_updates_are_the_gradients_times_the_published_factors(name):
+def test_adaptive_methods_match_published_factors(name):
     updates, states = compiled(name)[2]
     norms = leaf_norms(GRADS)
     norms = norms if name in PER_LEAF else np.linalg.norm(norms, axis=1)
@@ -136,7 +136,7 @@ def test_updates_are_the_gradients_times_the_published_factors(name):
     assert list(states.info.names) == (list(SHAPES) if name in PER_LEAF else ["tree"])
 
 
-def test_zclip_is_no_clip_by_a_constant_where_norms_exceed_one():
+def test_zclip_with_large_norms_clips_only_spikes():
     rng = np.random.default_rng(0)
     norms = np.float32(20.0 * np.exp(0.2 * rng.normal(size=200)))
     norms[[60, 120]] = 500.0
@@ -158,7 +158,7 @@ def test_zclip_is_no_clip_by_a_constant_where_norms_exceed_one():
     assert ours[[60, 120]].max() < 50.0
 
 
-def test_adagc_warms_up_as_a_clip_by_the_global_norm():
+def test_adagc_warmup_matches_clip_by_global_norm():
     updates, states = compiled("adagc")[2]
     plain = optax.clip_by_global_norm(3.0)
     update, state = jax.jit(plain.update), plain.init(FRESH)
@@ -182,7 +182,7 @@ CHANGES = {
 
 @pytest.mark.by_day(1)
 @each_method
-def test_numbers_may_change_on_the_fly_without_compiling_again(name):
+def test_injected_hyperparams_change_without_recompilation(name):
     factory, usual, _ = METHODS[name]
     usual = usual if "max_norm" not in CHANGES[name] else {"max_norm": 9.0} | usual
     tx = optax.inject_hyperparams(factory, static_args={"window"} & {*usual})(**usual)
@@ -235,7 +235,7 @@ COMBINATIONS = {
 @pytest.mark.parametrize(
     ("scope", "rule"), [(scope, rule) for scope in COMBINATIONS for rule in COMBINATIONS[scope]]
 )
-def test_any_rule_on_any_scope_is_the_rule_on_each_group(scope, rule):
+def test_rules_apply_to_groups_separately(scope, rule):
     scope, labels, columns = SCOPES[scope]
     tx = clip_by(scope, RULES[rule])
     updates, _ = run(jax.jit(tx.update), GRADS, tx.init(FRESH))

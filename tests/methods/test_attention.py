@@ -136,7 +136,7 @@ def nested(tree, path):
     return tree
 
 
-def test_the_weights_after_the_step_are_rescaled_and_small_heads_left_alone():
+def test_clip_attention_logits_rescales_updated_params():
     moves = jax.tree.map(lambda x: np.float32(0.1) * RNG.normal(size=x.shape).astype("f4"), PARAMS)
     updates, params, _ = clipped(moves)
     factor = np.minimum(1, TAU / logits_of(PARAMS)["mha"])
@@ -150,7 +150,7 @@ def test_the_weights_after_the_step_are_rescaled_and_small_heads_left_alone():
 
 
 @pytest.mark.slow
-def test_other_dtypes_and_leaves_without_a_gradient():
+def test_clip_attention_logits_keeps_dtypes_and_none_leaves():
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     updates = jax.tree.map(np.zeros_like, narrow) | {"gqa": {"query": None, "key": None}}
     updates["mha"]["value"]["steps"] = np.arange(2, dtype=np.int32)
@@ -163,7 +163,7 @@ def test_other_dtypes_and_leaves_without_a_gradient():
     assert np.max(after["mha"]) == pytest.approx(TAU, rel=0.02)
 
 
-def test_logits_that_are_not_finite_or_negative_change_nothing():
+def test_clip_attention_logits_ignores_nonfinite_and_negative_logits():
     moves = jax.tree.map(np.ones_like, PARAMS)
     bad = np.float32([np.nan, np.inf, -np.inf, -5.0])
     logits = {kind: np.broadcast_to(bad, x.shape) for kind, x in logits_of(PARAMS).items()}
@@ -193,7 +193,7 @@ WHERE = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("where", WHERE)
-def test_where_logits_are_found(where):
+def test_max_logits_accept_nested_paths_and_sown_values(where):
     clip = optaxclip.clip_attention_logits(1.0, heads=one_layer)
     zeros = jax.tree.map(jnp.zeros_like, MODEL)
     updates, _ = clip.update(zeros, clip.init(MODEL), MODEL, max_logits=WHERE[where])
@@ -202,14 +202,14 @@ def test_where_logits_are_found(where):
         np.testing.assert_allclose(new, 3 / np.array(roots), rtol=1e-5)
 
 
-def test_what_lies_at_the_longest_path_counts():
+def test_max_logits_prefer_longest_path():
     logits = {"layers/0": FIRST, "layers/1": jnp.ones(3), "layers/1/attention": FIRST}
     clip = optaxclip.clip_attention_logits(1.0, heads=one_layer)
     found, _ = jax.eval_shape(clip.update, MODEL, clip.init(MODEL), MODEL, max_logits=logits)
     assert avals(found) == avals(MODEL)
 
 
-def test_specs_may_be_shardings_with_the_mesh_in_them():
+def test_clip_attention_logits_accepts_named_shardings():
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = dict.fromkeys(LAYER, jax.NamedSharding(mesh, jax.P(None, "model")))
     clip = optaxclip.clip_attention_logits(1.0, heads=one_layer, specs=specs)
@@ -224,7 +224,7 @@ def updated(params=LAYER, logits=FIRST, heads=one_layer, tau=1.0):
 
 
 @pytest.mark.usefixtures("x64")
-def test_logits_are_compared_in_float32_or_wider():
+def test_max_logits_compare_in_float32_or_wider():
     weights = {name: np.ones((1, 2), np.float32) for name in ("narrow", "several")}
     clip = optaxclip.clip_attention_logits(2.0, heads=lambda *_: Heads(1, 1.0))
     narrow, wide = jnp.asarray([1, 3], jnp.bfloat16), jnp.asarray([2, 1], jnp.float64)
@@ -287,14 +287,14 @@ ERRORS = {
 }
 
 
-def test_a_schedule_needs_the_state_that_is_not_kept_without_a_record():
+def test_clip_attention_logits_schedule_requires_record():
     with pytest.raises(
         ValueError, match="clip_attention_logits: record must be True for a threshold that depends"
     ):
         optaxclip.clip_attention_logits(lambda count: 1.0, heads=one_layer, record=False)
 
 
-def test_a_sparse_weight_has_no_heads():
+def test_heads_reject_sparse_params():
     with pytest.raises(
         TypeError, match="heads must return None for sparse leaves, got Heads for 'w'"
     ):
@@ -304,13 +304,13 @@ def test_a_sparse_weight_has_no_heads():
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors_say_what_to_do(case):
+def test_clip_attention_logits_errors_explain_remedy(case):
     arguments, message = ERRORS[case]
     with pytest.raises((TypeError, ValueError), match=message):
         updated(**arguments)
 
 
-def test_a_state_in_the_place_of_the_updates():
+def test_clip_attention_logits_rejects_state_as_updates():
     said = "updates must be gradients, got a ClipState; call update"
     with pytest.raises(ValueError, match=f"^clip_attention_logits: {said}"):
         CLIP.update(CLIP.init(PARAMS), PARAMS, PARAMS)
@@ -319,13 +319,13 @@ def test_a_state_in_the_place_of_the_updates():
 @pytest.mark.parametrize(
     "arguments", [("one",), (1, 1.5), (1, -0.5), (1, ((0, 0.5),)), (1, ("a",)), (1, 1, "a")]
 )
-def test_bad_heads(arguments):
+def test_heads_reject_invalid_axis_or_power(arguments):
     with pytest.raises((TypeError, ValueError), match=r"^(axis|power) must be"):
         Heads(*arguments)
 
 
 @pytest.mark.parametrize(("axis", "shape"), [(0, (2,)), ((2, -3), (3, 1, 2))])
-def test_heads_may_lie_on_any_axes(axis, shape):
+def test_heads_accept_any_axes(axis, shape):
     place, of_heads = resolve_heads(Heads(axis), shape, "w")
     factors = np.random.default_rng(0).uniform(0.1, 0.9, of_heads).astype(np.float32)
     by = np.broadcast_to(jax.jit(lambda x: multiplier(x, place))(factors), shape)
@@ -337,7 +337,7 @@ def test_heads_may_lie_on_any_axes(axis, shape):
         np.testing.assert_allclose(by[tuple(where)], factors[index] ** 0.5, rtol=1e-6)
 
 
-def test_a_factor_of_zero_leaves_what_has_the_power_zero():
+def test_zero_factor_keeps_parts_with_zero_power():
     place, _ = resolve_heads(Heads(0, ((1, 0.5), (1, 0.0))), (3, 2), "w")
     factors = jnp.float32([0.0, 0.25, 1.0])
     np.testing.assert_array_equal(multiplier(factors, place), [[0, 1], [0.5, 1], [1, 1]])
@@ -346,7 +346,7 @@ def test_a_factor_of_zero_leaves_what_has_the_power_zero():
 
 
 @pytest.mark.slow
-def test_a_logit_that_is_not_finite_has_the_derivative_0():
+def test_nonfinite_logit_has_zero_derivative():
     clip = optaxclip.clip_attention_logits(1.0, heads=lambda path, leaf: optaxclip.Heads(0))
 
     def total(logits):

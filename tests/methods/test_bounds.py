@@ -8,7 +8,7 @@ import pytest
 import optaxclip
 
 
-def test_complex_entries_within_the_bound_stay_and_infinite_ones_go_to_it():
+def test_clip_bounds_modulus_of_complex_elements():
     within = [1 + 1j, -1.9j, 2.0, 3e-39 + 1e-39j, 0]
     grads = jnp.array([*within, 3 - 4j, np.inf + 1j, complex(5, -np.inf)], jnp.complex64)
     tx = optaxclip.clip(2.0)
@@ -29,14 +29,14 @@ def test_complex_entries_within_the_bound_stay_and_infinite_ones_go_to_it():
         ((-2.0, -1.0), [3 + 4j, 0.1j], [0, 0]),
     ],
 )
-def test_bounds_far_from_the_entries(bounds, entries, expected):
+def test_clip_by_value_accepts_bounds_beyond_dtype(bounds, entries, expected):
     dtype = np.complex64 if np.iscomplexobj(entries) else np.float32
     tx = optaxclip.clip_by_value(*bounds, record=False)
     found, _ = tx.update(np.asarray(entries, dtype), None)
     np.testing.assert_array_equal(found, np.asarray(expected, dtype))
 
 
-def test_a_complex_entry_at_the_bound_keeps_the_derivative_1():
+def test_complex_element_at_bound_keeps_derivative():
     tx = optaxclip.clip(5.0, record=False)
 
     @jax.jit
@@ -58,7 +58,7 @@ def schedule(count):
         ((lambda count: -schedule(count), 1.0), [[-2, 1, 1], [-1, 1, 1]]),
     ],
 )
-def test_one_bound_may_be_a_schedule_and_the_other_a_number(bounds, expected):
+def test_clip_by_value_combines_schedule_and_number(bounds, expected):
     tx, grads = optaxclip.clip_by_value(*bounds), np.float32([-3.0, 1.5, 3.0])
     state = tx.init(grads)
     for held in expected:
@@ -67,7 +67,7 @@ def test_one_bound_may_be_a_schedule_and_the_other_a_number(bounds, expected):
 
 
 @pytest.mark.parametrize("bounds", [(-1.0, schedule), (lambda count: -1.0, 1.0)])
-def test_a_single_schedule_needs_the_count_of_steps(bounds):
+def test_clip_by_value_schedule_requires_state(bounds):
     with pytest.raises(
         ValueError,
         match=r"^clip_by_value: record must be True for a threshold that depends on earlier steps",
@@ -79,18 +79,18 @@ def test_a_single_schedule_needs_the_count_of_steps(bounds):
         optaxclip.clip_by_value(*bounds).update(jnp.ones(2), None)
 
 
-def test_the_largest_number_is_a_bound():
+def test_clip_by_value_accepts_largest_float_as_bound():
     most = float(np.finfo(np.float32).max)
     tx, grads = optaxclip.clip_by_value(-most, most), np.float32([-np.inf, most, np.inf])
     np.testing.assert_array_equal(tx.update(grads, tx.init(grads))[0], [-most, most, most])
 
 
-def test_the_value_of_a_schedule_may_be_an_array():
+def test_clip_schedules_may_return_arrays():
     optaxclip.clip(lambda count: jnp.ones(2))
     optaxclip.clip_by_value(lambda count: -jnp.ones(2), lambda count: jnp.ones(2))
 
 
-def test_one_bound_may_be_traced_and_the_other_a_number():
+def test_clip_by_value_combines_traced_bound_and_number():
     def clipped(low):
         return optaxclip.clip_by_value(low, 1.0, record=False).update(jnp.ones(2), None)[0]
 
@@ -98,7 +98,7 @@ def test_one_bound_may_be_traced_and_the_other_a_number():
 
 
 @pytest.mark.parametrize("value", [0.5 + 1j, True, None, "a"])
-def test_the_value_of_a_schedule_is_a_real_number(value):
+def test_clip_schedules_must_return_real_numbers(value):
     for make in (optaxclip.clip, lambda fn: optaxclip.clip_by_value(-1.0, fn)):
         with pytest.raises(
             TypeError, match="must be a schedule \\(a function of the step count\\)"

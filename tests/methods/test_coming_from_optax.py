@@ -26,14 +26,14 @@ FOREIGN = [optax.EmptyState(), (), (optax.EmptyState(),), SGD.init(PARAMS), {"co
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_a_state_of_another_transformation_is_an_error_with_a_way_on(name):
+def test_foreign_state_raises_with_remedy(name):
     message = rf"(?s)^{name}: the state must be .*tx\.init\(params\)"
     for state in FOREIGN:
         with pytest.raises(ValueError, match=message):
             TRANSFORMATIONS[name].update(GRADS, state, PARAMS)
 
 
-def test_the_other_stages_of_a_checkpoint_go_on():
+def test_optax_checkpoint_keeps_other_stages():
     theirs = optax.chain(optax.clip_by_global_norm(1.0), SGD)
     ours = optax.chain(optaxclip.clip_by_global_norm(1.0), SGD)
     step = jax.jit(theirs.update)
@@ -63,7 +63,7 @@ NAMES = [factory.__name__ for factory, *_ in STATIC]
 
 
 @pytest.mark.parametrize(("factory", "arguments", "static"), STATIC, ids=NAMES)
-def test_what_cannot_be_injected_says_what_to_pass(factory, arguments, static):
+def test_static_arguments_explain_inject_hyperparams(factory, arguments, static):
     params = random_tree(0, 2)
     grads = jax.tree.map(lambda x: x[None], params) if "threshold" in arguments else params
     tx = optax.inject_hyperparams(factory)(**arguments)
@@ -76,7 +76,7 @@ def test_what_cannot_be_injected_says_what_to_pass(factory, arguments, static):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [0, jax.random.PRNGKey(0)], ids=["int", "array"])
-def test_noise_and_its_key_may_be_injected(key):
+def test_inject_hyperparams_accepts_noise_and_key(key):
     make = optaxclip.per_example_clip_and_aggregate
     tx, grads = optax.inject_hyperparams(make)(1.0, 0.5, key), random_tree(0, 2)
     state = tx.init(grads)
@@ -86,7 +86,7 @@ def test_noise_and_its_key_may_be_injected(key):
     assert_close(found, expected)
 
 
-def test_a_number_of_skipped_steps_may_be_injected():
+def test_inject_hyperparams_accepts_max_consecutive():
     tx = optax.inject_hyperparams(lambda k: optaxclip.skip_nonfinite(SGD, k))(2)
     state, update = tx.init(jnp.ones(1)), jax.jit(tx.update)
     for _ in range(3):

@@ -42,18 +42,18 @@ def update(tx, **extra_args):
         (optaxclip.skip_nonfinite(optax.chain(told(1.0), optax.sgd(1.0))), 0.5),
     ],
 )
-def test_only_a_stage_that_is_told_so_takes_it(tx, expected):
+def test_known_norm_applies_only_to_named_stages(tx, expected):
     np.testing.assert_allclose(update(tx, grad_norm=100.0), expected, rtol=2e-6)
 
 
-def test_strictly_it_may_be_too_small_by_what_its_sum_was_rounded():
+def test_strict_known_norm_allows_for_rounded_sum():
     grads = np.ones(2**20, np.float32)
     norm = np.float32(2**10 * (1 - 7e-7))
     updates, _ = told(1.0, strict=True).update(grads, None, grad_norm=norm)
     assert 1 - 2e-6 < np.linalg.norm(np.float64(updates)) <= 1
 
 
-def test_behind_accumulation_it_is_no_norm_of_the_mean():
+def test_multi_steps_ignores_norm_of_single_microbatch():
     tx = optax.MultiSteps(clip_by_global_norm(1.0), 2)
     state = tx.init(GRADS)
     # Its mean of gradients relies on implicit promotion.
@@ -63,7 +63,7 @@ def test_behind_accumulation_it_is_no_norm_of_the_mean():
     np.testing.assert_allclose(updates["w"], SHARE, rtol=1e-6)
 
 
-def test_an_error_says_where_it_cannot_be_used():
+def test_known_norm_rejects_group_norms_and_mask():
     by_leaf = optaxclip.clip_by(scopes.leaf(), 1.0, known_norm="grad_norm")
     with pytest.raises(
         ValueError, match=r"must be None for scopes with several groups, got .* scopes\.tree"

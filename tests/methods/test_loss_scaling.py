@@ -70,7 +70,7 @@ def scales_of_flax(finite, scale, interval):
 
 
 @pytest.mark.slow
-def test_the_scale_is_that_of_jmp_and_of_flax_but_for_its_count():
+def test_scale_loss_matches_jmp_and_flax():
     finite = np.random.default_rng(0).random((4, 200)) < [[0.9], [0.97], [1.0], [0.3]]
 
     @jax.jit
@@ -94,7 +94,7 @@ def test_the_scale_is_that_of_jmp_and_of_flax_but_for_its_count():
     np.testing.assert_array_equal(ours[5][1], np.where(finite, -1.0, 0.0))
 
 
-def test_it_neither_becomes_0_nor_infinite():
+def test_loss_scale_stays_between_minimum_and_maximum():
     """150 bad batches, and as many steps as the recipe with a bare product did not survive."""
     few = scale_loss(optax.identity(), growth_interval=1000)
     finite = np.ones(112_003 + 150, bool)
@@ -112,7 +112,7 @@ def test_it_neither_becomes_0_nor_infinite():
     assert others.min() == others[-1] == 0.125
 
 
-def test_a_scale_from_outside_of_the_bounds_comes_back():
+def test_loss_scale_outside_bounds_returns_to_bounds():
     tx = scale_loss(optax.sgd(1.0), maximum=2.0**16)
     stored = np.float32([2.0**24, 0.0, np.inf, np.nan, 3.0])
     is_read_as = np.float32([2.0**24, 1, 1, 1, 2])
@@ -158,7 +158,7 @@ INSIDE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INSIDE)
-def test_all_inside_is_as_without_a_scale_bit_for_bit(name):
+def test_scale_loss_leaves_inner_transformations_bitwise_unchanged(name):
     rng = np.random.default_rng(1)
     trees = [times(jax.tree.map(jnp.ones_like, PARAMS), rng.uniform(0.1, 3)) for _ in range(6)]
     trees[3:3] = [times(PARAMS, jnp.nan)] * 2
@@ -177,7 +177,7 @@ def loss_fn(params, x, y, scale=1.0, dtype=jnp.float16):
     return loss.astype(jnp.float32) * scale
 
 
-def test_gradients_in_float16_are_divided_in_float32():
+def test_scale_loss_divides_float16_gradients_in_float32():
     tiny, tx = np.float32(2.0**-30), scale_loss(optax.sgd(1.0, momentum=0.9), initial=2.0**16)
     scaled = as_float16(times(PARAMS, tiny * 2.0**16))
     for params in (PARAMS, None):
@@ -202,7 +202,7 @@ def test_gradients_in_float16_are_divided_in_float32():
 
 
 @pytest.mark.slow
-def test_for_some_leaves_alone():
+def test_scale_loss_works_in_optax_partition():
     """As for fp8 in Flax, where the "gradients" of some leaves are their new values."""
     labels = {"w": "gradient", "b": "new value"}
     tx = optax.partition({"gradient": scale_loss(ADAM), "new value": optax.identity()}, labels)
@@ -214,7 +214,7 @@ def test_for_some_leaves_alone():
 
 
 @pytest.mark.slow
-def test_sparse_gradients():
+def test_scale_loss_accepts_sparse_gradients():
     tx, dense = scale_loss(optax.identity(), initial=2.0**4), jnp.float16([[0, 8], [4, 0]])
     grads = {"w": BCOO.fromdense(dense)}
     for params, dtype in (({"w": dense}, jnp.float16), (None, jnp.float32)):
@@ -224,7 +224,7 @@ def test_sparse_gradients():
         assert state.info.norm == np.float32(80**0.5 / 16)
 
 
-def test_checkpoints_donation_and_one_compilation():
+def test_scale_loss_survives_checkpoints_and_donation():
     tx = scale_loss(chain(), growth_interval=2)
     step, state = compiled(tx, donate_argnums=1), tx.init(PARAMS)
     start, seen = avals(state), []
@@ -248,7 +248,7 @@ def test_checkpoints_donation_and_one_compilation():
     assert monitor.loss_scale(mapped) == 2.0**16
 
 
-def test_numbers_that_are_hyperparameters():
+def test_scale_loss_accepts_injected_hyperparams():
     make = optax.inject_hyperparams(functools.partial(scale_loss, optax.sgd(1.0)))
     tx = make(growth_interval=2, factor=4.0, maximum=2.0**18)
     step, state, seen = compiled(tx), tx.init(PARAMS), []
@@ -262,7 +262,7 @@ def test_numbers_that_are_hyperparameters():
 
 
 @pytest.mark.slow
-def test_microbatches():
+def test_scale_loss_works_with_accumulate():
     x = jax.random.normal(jax.random.key(0), (8, 4))
     y = x.sum(1)
     grad_fn = accumulate.value_and_grad(
@@ -294,7 +294,7 @@ WRONG = {
 WRONG_TYPES = {name: ["a", None, np.ones(2)] for name in (*WRONG, "inner")}
 
 
-def test_only_moments_of_a_smaller_range_are_widened():
+def test_scale_loss_widens_only_moments_with_smaller_range():
     formats = ("bfloat16", "float16", "float32", "float8_e4m3fn")
     params = {name: jax.ShapeDtypeStruct((2,), name) for name in formats}
     tx = scale_loss(optax.sgd(1.0, momentum=0.9))
@@ -303,12 +303,12 @@ def test_only_moments_of_a_smaller_range_are_widened():
         assert found == ["bfloat16", *["float32"] * 3]
 
 
-def test_numbers_may_lie_at_the_ends_of_their_ranges():
+def test_scale_loss_accepts_extreme_powers_of_two():
     for initial in (2.0**-126, 2.0**126):
         scale_loss(ADAM, initial=initial, minimum=2.0**-126, maximum=2.0**126)
 
 
-def test_one_number_may_be_traced_beside_others():
+def test_scale_loss_accepts_traced_factor():
     def init(factor):
         return scale_loss(ADAM, factor=factor).init(PARAMS).loss_scale
 
@@ -316,7 +316,7 @@ def test_one_number_may_be_traced_beside_others():
 
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
-def test_an_error_names_the_argument(name):
+def test_scale_loss_rejects_invalid_arguments(name):
     for kind, values in ((ValueError, WRONG.get(name, ())), (TypeError, WRONG_TYPES[name])):
         for value in values:
             with pytest.raises(kind, match=rf"^{name} must be "):

@@ -54,7 +54,7 @@ def left_out(inner, k):
         itertools.product([around, left_out], [1, 2], [np.nan, np.inf]),
     ),
 )
-def test_a_bad_microbatch_is_as_if_it_had_not_been_there(make, k, bad_entry):
+def test_nonfinite_microbatch_leaves_multi_steps_unchanged(make, k, bad_entry):
     grads = microbatches(bad_entry)
     expected = run(optax.MultiSteps(chain(), k), grads[:BAD] + grads[BAD + 1 :])
     expected.insert(BAD, expected[BAD - 1])
@@ -91,7 +91,7 @@ WRONG = {
         itertools.product(WRONG, [1, 2]),
     ),
 )
-def test_nothing_inside_of_multi_steps_gets_rid_of_a_nan(name, k):
+def test_nan_persists_with_transformations_inside_multi_steps(name, k):
     """What the pages say of it: if Optax mends it, they can say less."""
     seen = run(optax.MultiSteps(WRONG[name](), k), microbatches(np.nan))
     params, state = seen[-1]

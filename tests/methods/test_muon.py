@@ -35,7 +35,7 @@ BESIDE = {"adam": 1.0, "muon": math.inf}
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_leaves_are_chosen_as_by_optax(name):
+def test_muon_labels_match_optax(name):
     labels = scopes.muon_labels(CHOICES[name])(PARAMS)
     state = optax.contrib.muon(0.1, muon_weight_dimension_numbers=CHOICES[name]).init(PARAMS)
     trained = {"muon": [], "adam": []}
@@ -55,7 +55,7 @@ def _at(tree, path):
     return tree
 
 
-def test_muons_leaves_stay_and_do_not_count():
+def test_muon_scope_leaves_muon_group_unchanged():
     big = {"w": jnp.full((8, 8), 1e3), "b": np.float32([0.6, 0.7])}
     steep = big | {"b": np.float32([30.0, 40.0])}
     broken = steep | {"w": big["w"].at[0, 0].set(jnp.nan)}
@@ -73,7 +73,7 @@ def test_muons_leaves_stay_and_do_not_count():
     assert optaxclip.clip_by_global_norm(1.0).update(big, None)[0]["b"][0] < 1e-3
 
 
-def test_none_leaves_and_one_array_alone():
+def test_muon_scope_accepts_none_leaves_and_single_array():
     tx = optaxclip.clip_by(scopes.muon(CHOICES["a prefix"]), BESIDE)
     none = PARAMS | {"layers": None, "scale": None}
     updates, _ = tx.update(none, tx.init(PARAMS))
@@ -82,7 +82,7 @@ def test_none_leaves_and_one_array_alone():
     np.testing.assert_allclose(alone.update(jnp.ones((2, 2)), None)[0], 0.5, rtol=1e-6)
 
 
-def test_a_sparse_matrix_is_one_leaf():
+def test_muon_labels_treat_sparse_matrix_as_single_leaf():
     embedding = BCOO((np.float32([3.0, 4.0]), np.int32([[1, 0], [2, 1]])), shape=(5, 2))
     grads = {"embedding": embedding, "b": np.float32([0.6, 0.7])}
     assert scopes.muon_labels()(grads) == {"embedding": "muon", "b": "adam"}
@@ -91,7 +91,7 @@ def test_a_sparse_matrix_is_one_leaf():
     np.testing.assert_allclose(updates["embedding"].data, [1.5, 2.0], rtol=1e-6)
 
 
-def test_an_error_says_what_does_not_fit():
+def test_muon_labels_reject_invalid_dimension_numbers():
     tx = optaxclip.clip_by(scopes.muon({"mlp": None}), BESIDE)
     with pytest.raises(ValueError, match=r"^weight_dimension_numbers must be a pytree prefix"):
         tx.init(PARAMS)
@@ -107,7 +107,7 @@ def test_an_error_says_what_does_not_fit():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_the_page_runs(number):
+def test_muon_page_code_runs(number):
     namespace = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(compile(BLOCKS[number], str(PAGE), "exec"), namespace)
@@ -133,7 +133,7 @@ def test_the_page_runs(number):
         assert next(iter(monitor.scalars(state).values())) > 0
 
 
-def test_mucon_clips_the_singular_values_of_the_momentum():
+def test_mucon_clips_singular_values_of_momentum():
     namespace = {}
     block = next(block for block in BLOCKS if "mucon" in block)
     exec(compile(block, str(PAGE), "exec"), namespace)
@@ -155,7 +155,7 @@ def test_mucon_clips_the_singular_values_of_the_momentum():
 
 
 @pytest.mark.slow
-def test_a_record_and_a_clip_for_each():
+def test_muon_page_records_and_clips_groups_separately():
     namespace = {}
     block = next(block for block in BLOCKS if "optax.partition" in block)
     exec(compile(block, str(PAGE), "exec"), namespace)

@@ -53,11 +53,11 @@ def run(kind, name):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("ours_for_theirs")
-def test_passes_with_our_functions(name):
+def test_clips_pass_optax_clipping_tests(name):
     run(suite.ClippingTest, name)
 
 
-def test_the_suite_was_found():
+def test_optax_clipping_suite_contains_known_tests():
     assert {"test_clip_by_block_rms", "test_clip_by_global_norm"} <= set(NAMES)
 
 
@@ -75,7 +75,7 @@ OF_DP_SGD = unittest.defaultTestLoader.getTestCaseNames(privacy.DifferentiallyPr
         for name in OF_DP_SGD
     ],
 )
-def test_dp_sgd_of_optax_passes_over_our_clip_of_examples(monkeypatch, name):
+def test_per_example_clip_passes_optax_privacy_tests(monkeypatch, name):
     ours = optaxclip.per_example_global_norm_clip
     monkeypatch.setattr("optax.transforms.per_example_global_norm_clip", ours)
     run(privacy.DifferentiallyPrivateAggregateTest, name)
@@ -115,7 +115,7 @@ OF_BALLS = Instead(
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("what", ["tree_l2_norm", "tree_l1_norm", "tree_linf_norm", "tree_clip"])
-def test_norms_and_bounds_of_trees(what):
+def test_ops_pass_optax_tree_tests(what):
     suite = loaded("tree_utils/_tree_math_test.py", tu=OF_TREES).TreeUtilsTest
     assert not problems_of(suite, cases_of(suite, [f"test_{what}"]))
 
@@ -124,6 +124,6 @@ def test_norms_and_bounds_of_trees(what):
 @pytest.mark.parametrize(
     "onto", slow_unless("l2_sphere".__eq__, ["ball", "l2_sphere", "l2_ball_grad"])
 )
-def test_projections_onto_balls_and_spheres(onto):
+def test_clip_tree_passes_optax_projection_tests(onto):
     suite = loaded("projections/_projections_test.py", proj=OF_BALLS).ProjectionsTest
     assert not problems_of(suite, cases_of(suite, [f"test_projection_{onto}"]))

@@ -27,7 +27,7 @@ def sharding():
 @pytest.mark.slow
 @pytest.mark.skipif(IS_OLD, reason="Optax 0.2.6 has no such tests")
 @pytest.mark.parametrize("name", methods(FEW))
-def test_sharding(sharding, name):
+def test_methods_pass_optax_sharding_tests(sharding, name):
     """States are made from shapes alone, and keep their shardings on an explicit mesh."""
     cases = [case for case in cases_of(sharding) if case.endswith(f"_{name}")]
     assert len(cases) >= 3
@@ -42,7 +42,7 @@ def float64():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", methods(FEW))
-def test_float64(float64, name):
+def test_methods_pass_optax_float64_tests(float64, name):
     """States and updates keep their dtypes beside 64-bit types."""
     cases = cases_of(float64)
     test = f"test_mixed_dtype_input_outputs_{name}"
@@ -73,7 +73,7 @@ SHORT = ("accept_", "can_be_wrapped", "preserve_dtype", "shape_dtype", "accumula
         for name in NAMES
     ],
 )
-def test_as_an_optimizer(file, name):
+def test_methods_pass_optax_optimizer_tests(file, name):
     """Extra arguments, hyperparameters, dtypes, accumulation, one compilation; in wrappers too."""
     suite = suite_of(file, name)
     cases = [case for case in cases_of(suite) if any(part in case for part in SHORT)]
@@ -104,7 +104,7 @@ def numbers_of(suite, test):
 @pytest.mark.slow
 @pytest.mark.trainers
 @pytest.mark.parametrize(("file", "name"), MINIMA)
-def test_it_finds_the_minimum(file, name):
+def test_methods_reach_minimum_in_optax_tests(file, name):
     suite, method = suite_of(file, name), METHODS[name]
     test = {"contrib": "test_optimizers", "alias": "test_optimization"}[file]
     numbers = numbers_of(suite, test)

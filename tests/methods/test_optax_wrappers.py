@@ -101,7 +101,7 @@ def is_quick(case):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:updates must have floating-point leaves")
 @pytest.mark.parametrize("file", slow_unless(lambda file: file not in LENGTHY, BEFORE))
-def test_with_a_clip_that_remembers_before_each_optimizer(file):
+def test_clip_before_optimizers_passes_optax_wrapper_tests(file):
     assert not problems_of_file(file, is_quick, **with_before(remembering, BEFORE[file]))
 
 
@@ -110,12 +110,12 @@ def test_with_a_clip_that_remembers_before_each_optimizer(file):
 @pytest.mark.filterwarnings("ignore:updates must have floating-point leaves")
 @pytest.mark.parametrize("stage", [remembering, of_the_norm])
 @pytest.mark.parametrize("file", BEFORE | LONG)
-def test_the_long_ones_too(file, stage):
+def test_clip_before_optimizers_passes_long_optax_tests(file, stage):
     values = with_before(stage, (BEFORE | LONG)[file])
     assert not problems_of_file(file, lambda case: case not in NOT_OURS, **values)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", slow_unless(lambda file: "monitoring" in file, INSTEAD))
-def test_with_ours_for_the_clips_of_optax(file):
+def test_clips_replace_optax_clips_in_wrapper_tests(file):
     assert not problems_of_file(file, is_quick, **{INSTEAD[file]: OURS})

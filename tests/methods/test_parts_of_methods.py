@@ -80,7 +80,7 @@ OF_ITS_OWN_NORM = ("normalize_by_global_norm", "clip_by_block_rms")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_program_of_a_named_method_is_that_of_its_parts(name):
+def test_named_methods_compile_to_same_program_as_parts(name):
     arguments, parts = PROGRAMS[name]
     options = {k: v for k, v in OPTIONS.items() if not (k == "norm" and name in OF_ITS_OWN_NORM)}
     own, same = (make(**options) for make in (method(name, arguments), parts))

@@ -32,7 +32,7 @@ def factor(norm, threshold, eps=1e-6):
 
 
 @pytest.mark.parametrize("leaves", EXACT)
-def test_the_factor_has_pytorchs_digits(leaves):
+def test_clip_by_global_norm_factor_equals_pytorch_factor(leaves):
     leaves = [np.float32(x) for x in leaves]
     norm = np.sqrt(sum(np.sum(x**2) for x in leaves))
     for threshold in THRESHOLDS:
@@ -42,7 +42,7 @@ def test_the_factor_has_pytorchs_digits(leaves):
             np.testing.assert_array_equal(y, x * factor(norm, threshold))
 
 
-def test_equals_clip_grad_norm():
+def test_clip_by_global_norm_matches_torch_utils():
     torch = pytest.importorskip("torch", reason="compared where PyTorch is installed")
     rng = np.random.default_rng(0)
     drawn = [[rng.normal(size=(3, 5)) * scale, rng.normal(size=4)] for scale in (0.1, 1, 30)]
@@ -66,7 +66,7 @@ def test_thresholds_at_the_ends(threshold, factor):
         np.testing.assert_array_equal(updates[0], np.float32(leaves[0]) * np.float32(factor))
 
 
-def test_it_is_a_response_for_every_scope():
+def test_clip_with_eps_works_with_leaf_scope():
     tx = clip_by(scopes.leaf(), 1.0, response=responses.clip_with_eps(0.5))
     grads = {"a": np.float32([3.0, 4.0]), "b": np.float32([0.25]), "c": np.float32([jnp.nan, 1])}
     updates, state = tx.update(grads, tx.init(grads))
@@ -78,7 +78,7 @@ def test_it_is_a_response_for_every_scope():
     np.testing.assert_array_equal(clipped["c"], [0, 0])
 
 
-def test_hyperparameters_may_be_injected_beside_it():
+def test_clip_with_eps_requires_static_eps():
     inject = optax.inject_hyperparams(optaxclip.clip_by_global_norm, static_args="eps")
     tx, grads = inject(max_norm=1.0, eps=1e-2), np.float32([3.0, 4.0])
     assert tx.update(grads, tx.init(grads))[1].inner_state.info.factor == factor(5, 1, 1e-2)
@@ -86,7 +86,7 @@ def test_hyperparameters_may_be_injected_beside_it():
         optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=1.0, eps=1e-2).init(grads)
 
 
-def test_strict_holds_where_the_factor_itself_is_rounded():
+def test_strict_clip_with_eps_stays_below_threshold():
     rng = np.random.default_rng(0)
     x = 1e4 * rng.normal(size=(1000, 65)).astype(np.float32)
     norms = np.linalg.norm(np.float64(x), axis=1)

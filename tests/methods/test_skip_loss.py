@@ -61,7 +61,7 @@ PUBLISHED = {"OLMo-core, MaxText": (olmo_core, 1, 63), "Levanter": (levanter, 0,
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_rules_skip_when_either_is_out(name):
+def test_published_rules_skip_if_norm_or_loss_exceeds(name):
     make, ddof, need = PUBLISHED[name]
     rng = np.random.default_rng(0)
     losses, norms = rng.normal(-1.0, 0.1, 200), rng.normal(3.0, 0.2, 200)
@@ -100,7 +100,7 @@ def test_shifted_losses_have_shifted_thresholds(name):
 @pytest.mark.parametrize(
     ("rule", "threshold"), [(thresholds.ema(0.5, 1.5), -1), (thresholds.median(1.5, 12), 0)]
 )
-def test_a_multiple_of_a_negative_average_is_above_it(rule, threshold):
+def test_loss_limit_exceeds_negative_average(rule, threshold):
     losses = np.array([-2.0] * 30 + [-0.9, -2.0])
     tx = skip_above(optax.sgd(1.0), np.inf, loss_threshold=rule)
     states, skipped = run_all(tx, [losses, -losses])
@@ -109,7 +109,7 @@ def test_a_multiple_of_a_negative_average_is_above_it(rule, threshold):
     assert states.loss.info.threshold[0, 10] == threshold
 
 
-def test_a_rule_of_plain_functions():
+def test_loss_limit_accepts_custom_threshold():
     threshold_values = optaxclip.Thresholds(jnp.float32(1), jnp.float32(1))
     rule = optaxclip.ThresholdRule(
         lambda losses: (), lambda losses, state, _: (threshold_values, state)
@@ -121,7 +121,7 @@ def test_a_rule_of_plain_functions():
         assert state.info.factor == factor
 
 
-def test_losses_that_are_not_finite_skip_and_are_never_recorded():
+def test_nonfinite_losses_skip_and_leave_no_record():
     losses = [1.0, np.nan, 1.2, np.inf, 0.8, -np.inf, 1.0]
     rule = olmo_core(2.0, 6)
     states, skipped = run(skip_above(optax.sgd(1.0), np.inf, loss_threshold=rule), losses)
@@ -131,7 +131,7 @@ def test_losses_that_are_not_finite_skip_and_are_never_recorded():
     assert states.loss.info.threshold[-1] == pytest.approx(THRESHOLDS[3])
 
 
-def test_a_huge_loss_below_zero_spoils_nothing():
+def test_zscore_stays_finite_after_large_negative_loss():
     rule = thresholds.zscore(0.9, 2.0, 3)
     states, _ = run(
         skip_above(optax.sgd(1.0), np.inf, loss_threshold=rule), [1, 1.2, 0.8, -1e30, 1, 1]
@@ -139,13 +139,13 @@ def test_a_huge_loss_below_zero_spoils_nothing():
     assert not np.any(np.isnan(states.loss.info.threshold))
 
 
-def test_after_many_skips_a_finite_step_is_taken():
+def test_max_consecutive_takes_next_finite_step():
     losses = [5.0, 5.0, np.nan, 5.0, 5.0, 5.0]
     _, skipped = run(skip_above(optax.sgd(1.0), np.inf, 2, loss_threshold=1.0), losses)
     assert skipped == [1, 1, 1, 0, 1, 1]
 
 
-def test_a_schedule_and_hyperparameters():
+def test_loss_limit_accepts_schedules_and_injected_hyperparams():
     falling = optax.linear_schedule(2.0, -2.0, 4)
     _, skipped = run(skip_above(optax.sgd(1.0), np.inf, loss_threshold=falling), [0.5] * 5)
     assert skipped == [0, 0, 1, 1, 1]
@@ -162,7 +162,7 @@ def test_a_schedule_and_hyperparameters():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-def test_losses_of_other_types():
+def test_loss_accepts_all_dtypes():
     tx = skip_above(optax.identity(), np.inf, loss_threshold=-3.0)
     state = tx.init(jnp.ones(1))
     structure = jax.tree.map(jax.typeof, state)
@@ -177,7 +177,7 @@ def test_losses_of_other_types():
 
 
 @pytest.mark.slow
-def test_lbfgs_searches_inside():
+def test_skip_above_wraps_lbfgs():
     def loss(x):
         return jnp.sum((x - 1.0) ** 2) - 100.0
 
@@ -192,7 +192,7 @@ def test_lbfgs_searches_inside():
     assert state.loss.info.norm == value
 
 
-def test_the_monitor_shows_the_loss():
+def test_monitor_reports_loss():
     tx = optax.chain(skip_above(optax.sgd(1.0), 9.0, loss_threshold=-1.0, name="mine"))
     state = tx.init(jnp.ones(1))
     names = list(monitor.scalars(state))
@@ -215,7 +215,7 @@ def test_the_monitor_shows_the_loss():
     assert not any("loss" in name for name in monitor.scalars(plain))
 
 
-def test_losses_are_recorded():
+def test_record_stores_losses():
     tx = optax.chain(
         monitor.record(3, loss=True, name="losses"), monitor.record(3), optax.trace(0.9)
     )
@@ -229,7 +229,7 @@ def test_losses_are_recorded():
         tx.update(jnp.ones(1), state)
 
 
-def test_an_error_names_the_loss():
+def test_invalid_loss_raises():
     tx = skip_above(optax.sgd(1.0), 1.0, loss_threshold=1.0, name="mine")
     state = tx.init(jnp.ones(1))
     with pytest.raises(ValueError, match=r"^mine: .* value=loss"):

@@ -27,7 +27,7 @@ WITH_OPTIMIZER = {
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("inner", ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("skip", [optaxclip.skip_nonfinite, lambda x: optaxclip.skip_above(x, 9.0)])
-def test_it_warns(skip, inner):
+def test_skip_around_only_clips_warns(skip, inner):
     tx = optax.chain(skip(inner), optax.sgd(0.1, momentum=0.9))
     said = "must wrap an optimizer, got only clipping and recording stages.*; use "
     with pytest.warns(UserWarning, match=said) as warned:
@@ -39,7 +39,7 @@ def test_it_warns(skip, inner):
 
 
 @pytest.mark.parametrize("inner", WITH_OPTIMIZER.values(), ids=WITH_OPTIMIZER)
-def test_beside_an_optimizer_it_does_not(inner):
+def test_skip_around_optimizer_does_not_warn(inner):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optaxclip.skip_nonfinite(inner).init(PARAMS)

@@ -55,7 +55,7 @@ def by_hand(inner, threshold):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_is_judged_by_what_the_optimizer_would_do(name):
+def test_skip_above_checks_updates_of_optimizer(name):
     inner, (threshold, skipped) = OPTIMIZERS[name], CASES[name]
     tx = skip_above(inner, threshold, None, check="updates")
 
@@ -81,7 +81,7 @@ def test_a_step_is_judged_by_what_the_optimizer_would_do(name):
     )
 
 
-def test_the_leaf_whose_step_is_too_long_is_named():
+def test_bad_leaves_names_leaf_with_long_update():
     tx = skip_above(optax.adam(1.0), 1.7, check="updates")
     grads = {"b": jnp.full(2, 1e3), "w": jnp.full((3, 2), 1e-3)}
     alone, state = tx.update(grads | {"w": jnp.zeros((3, 2))}, tx.init(PARAMS), PARAMS)
@@ -91,7 +91,7 @@ def test_the_leaf_whose_step_is_too_long_is_named():
     assert (int(state.num_skipped), monitor.bad_leaves(state)) == (1, ("w",))
 
 
-def test_a_rule_learns_from_the_lengths_of_steps():
+def test_skip_above_rule_learns_from_update_norms():
     rule = thresholds.ema(0.5, 1.5, record="accepted", patience=None)
     tx = skip_above(optax.sgd(0.1), rule, None, check="updates")
     state = tx.init(PARAMS)
@@ -102,7 +102,7 @@ def test_a_rule_learns_from_the_lengths_of_steps():
     np.testing.assert_allclose(state.info.threshold, 1.5 * 0.1 * 8**0.5, rtol=1e-6)
 
 
-def test_what_is_judged_is_one_of_two():
+def test_skip_above_rejects_unknown_judge():
     with pytest.raises(
         ValueError, match=r"^check must be one of \['gradients', 'updates'\], got 'grad"
     ):

@@ -63,7 +63,7 @@ PRINTED = [
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("matrix", "threshold", "mode", "printed"), PRINTED)
-def test_the_printed_matrices(matrix, threshold, mode, printed):
+def test_clip_by_spectral_norm_matches_printed_matrices(matrix, threshold, mode, printed):
     found = clipped(matrix, jnp.float32(threshold), mode)[0]
     np.testing.assert_allclose(found, printed, rtol=2e-5, atol=2e-6)
 
@@ -88,7 +88,7 @@ def test_every_condition_at_every_threshold(mode, shape):
 
 @pytest.mark.slow
 @each_mode
-def test_at_both_ends_of_the_range(mode):
+def test_clip_by_spectral_norm_survives_extreme_magnitudes(mode):
     x, scales = B, np.float32([1e-30, 1e-10, 1, 1e18, 1e37])
     trees = jnp.asarray(x * scales[:, None, None])
     found, info = jax.vmap(functools.partial(clipped, mode=mode))(trees, scales)
@@ -103,7 +103,7 @@ def test_at_both_ends_of_the_range(mode):
     assert np.all(np.isnan(clipped(x, jnp.float32(jnp.nan), mode)[0]))
 
 
-def test_products_of_rows_are_those_of_the_shorter_side():
+def test_clip_by_spectral_norm_multiplies_along_shorter_side():
     tx = clip_by_spectral_norm(1.0)
     for shape in (4, 100), (100, 4):
         leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -125,7 +125,7 @@ def test_a_threshold_that_underflows_beside_the_matrix(mode):
         np.testing.assert_allclose(found, exact(large, 1.0, mode), rtol=1e-3, atol=1e-4)
 
 
-def test_a_largest_value_beyond_the_range_is_the_largest_number():
+def test_spectral_norm_beyond_range_saturates():
     x = jnp.float32([[3e38, 3e38], [-3e38, 3e38]])
     assert clipped(x, jnp.float32(1.0), "soft")[1].norm == np.finfo(np.float32).max
 
@@ -169,7 +169,7 @@ def test_what_is_at_the_threshold_hides_nothing_above(size):
         assert error(found, exact(x, 1.0, "hard")) < 5e-5
 
 
-def test_the_recorded_norm_is_that_of_the_largest_block():
+def test_spectral_norm_measures_largest_block():
     x = np.zeros((80, 80), np.float32)
     x[:40, :40], x[40:, 40:] = np.eye(40), 3 / 40
     np.testing.assert_allclose(clipped(x, jnp.float32(9), "soft")[1].norm, 3, rtol=3e-2)
@@ -177,7 +177,7 @@ def test_the_recorded_norm_is_that_of_the_largest_block():
 
 @pytest.mark.by_day(1)
 @each_mode
-def test_what_is_no_ordinary_matrix(mode):
+def test_clip_by_spectral_norm_accepts_all_shapes(mode):
     rng = np.random.default_rng(0)
     shapes = {"scalar": (), "vector": (6,), "row": (1, 6), "column": (6, 1), "conv": (2, 1, 2, 3)}
     tree = {name: np.float32(rng.normal(size=shape)) for name, shape in shapes.items()}
@@ -207,7 +207,7 @@ def test_vectors_at_or_below_the_threshold_come_back():
 
 @pytest.mark.slow
 @each_mode
-def test_layers_of_a_stack_are_matrices_of_their_own(mode):
+def test_clip_by_spectral_norm_clips_stacked_layers_separately(mode):
     x = np.stack(list(matrices((5, 4), [10, 100, 1000])))
     tree = {"layers": x * np.float32([1, 0.1, 4])[:, None, None], "bias": np.ones((3, 2), "f")}
     tx = clip_by_spectral_norm(0.3, mode, stacked=1)
@@ -223,7 +223,7 @@ SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("float16", "float64", 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64", *SLOW])
-def test_other_dtypes(dtype):
+def test_clip_by_spectral_norm_keeps_dtypes(dtype):
     with jax.enable_x64(dtype in ("float64", "complex128")):
         x = next(matrices((5, 4), [100])).astype(np.float64)
         x = jnp.asarray(x + 1j * x[::-1] if "complex" in dtype else x).astype(dtype)
@@ -235,7 +235,7 @@ def test_other_dtypes(dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite(bad):
+def test_clip_by_spectral_norm_applies_nonfinite_policies(bad):
     tree = {"w": np.float32([[3, 4], [bad, 0]]), "v": np.float32([bad, 1]), "ok": np.ones(1, "f")}
     for policy, value in (("nan", np.nan), ("zero", 0), ("mask", None)):
         tx = clip_by_spectral_norm(1.0, nonfinite=policy)
@@ -252,13 +252,13 @@ def test_what_is_not_finite(bad):
                 np.testing.assert_array_equal(updates[name], np.full_like(tree[name], value))
 
 
-def test_an_error_of_checkify_names_the_leaf():
+def test_clip_by_spectral_norm_reports_leaf_to_checkify():
     tx = clip_by_spectral_norm(1.0, nonfinite="error")
     error, _ = checkify.checkify(jax.jit(lambda x: tx.update(x, None)[0]))({"w": B * np.nan})
     assert "clip_by_spectral_norm: the gradient norm is not finite; leaves: w" in error.get()
 
 
-def test_derivatives_are_those_of_the_decomposition():
+def test_clip_by_spectral_norm_derivatives_match_finite_differences():
     mode = "hard"  # with all that "soft" does
     x = np.float32([[1, 2, 0.5], [0, 2, -1]])
     weights = np.random.default_rng(0).normal(size=x.shape)
@@ -290,7 +290,7 @@ def test_derivatives_are_those_of_the_decomposition():
     ("mode", "kind"),
     [("hard", "Auto"), pytest.param("soft", "Explicit", marks=pytest.mark.slow)],
 )
-def test_matrices_that_are_split_over_devices(mode, kind):
+def test_clip_by_spectral_norm_accepts_sharded_matrices(mode, kind):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, kind),) * 2)
     specs = {"w": P("a", "b"), "s": P("a", None, "b"), "v": P("b")}
     rng = np.random.default_rng(0)
@@ -308,7 +308,7 @@ def test_matrices_that_are_split_over_devices(mode, kind):
 
 
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
-def test_a_nan_on_one_device_is_one_for_all(kind):
+def test_spectral_nan_on_single_device_affects_whole_matrix(kind):
     mesh = jax.make_mesh((8,), ("a",), axis_types=(getattr(AxisType, kind),))
     tree = {"w": np.ones((8, 2), "f"), "inf": np.ones((8, 2), "f")}
     tree["w"][2], tree["inf"][3] = np.nan, np.inf
@@ -324,7 +324,7 @@ def test_a_nan_on_one_device_is_one_for_all(kind):
             np.testing.assert_array_equal(x, np.full((8, 2), 0 if policy == "zero" else np.nan))
 
 
-def test_a_part_of_a_matrix_is_an_error():
+def test_clip_by_spectral_norm_rejects_matrix_shards():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     tx, x = clip_by_spectral_norm(1.0), jnp.ones((4, 4))
 
@@ -344,7 +344,7 @@ def test_a_part_of_a_matrix_is_an_error():
     assert inside(P(), True).shape == x.shape
 
 
-def test_a_rule_learns_from_the_largest_singular_value_of_each_matrix():
+def test_clip_by_spectral_norm_accepts_rule_per_matrix():
     rng = np.random.default_rng(0)
     steps = [
         {"s": np.float32(rng.normal(size=(2, 4, 3)) * size), "w": np.float32(A / size)}
@@ -377,7 +377,7 @@ def test_a_rule_learns_from_the_largest_singular_value_of_each_matrix():
             average = kept if average is None else (average + kept) / 2
 
 
-def test_sparse_leaves_are_refused():
+def test_clip_by_spectral_norm_rejects_sparse_leaves():
     with pytest.raises(
         TypeError, match=r"leaf 'w' .* must be dense, got a BCOO; pass leaf\.todense"
     ):
@@ -387,7 +387,7 @@ def test_sparse_leaves_are_refused():
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_products_have_all_digits_of_float32_on_accelerators(platform):
+def test_clip_by_spectral_norm_uses_highest_precision(platform):
     traced = jax.jit(clip_by_spectral_norm(1.0).update).trace(jnp.ones((8, 8)), None)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]

@@ -51,7 +51,7 @@ def close(found, expected, rtol=3e-6):
 SPIKE = np.float32([[1, 0], [1, 0], [1, 0], [10, 1], [1, 1], [1, 1]])
 
 
-def test_the_printed_sequence_of_spam():
+def test_clip_by_second_moment_matches_printed_spam_sequence():
     updates, states = drive(SPAM(), SPIKE)
     close(updates[:, 0], [1, 1, 1, 1.870829, 1, 1])
     close(states.moments[:, 0], [0.5, 0.75, 0.875, 2.1875, 1.59375, 1.296875])
@@ -61,7 +61,7 @@ def test_the_printed_sequence_of_spam():
     assert states.steps.tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def test_warmup_and_resets_of_spam():
+def test_clip_by_second_moment_warms_up_and_resets():
     grads = np.float32([1, 9, 1, 9, 1, 9, 1, 9])
     updates, states = drive(SPAM(decay=0.9, reset_every=4), grads)
     v, expected = 0.0, []
@@ -74,7 +74,7 @@ def test_warmup_and_resets_of_spam():
     close(states.moments[-1], v)
 
 
-def test_a_reset_that_never_comes():
+def test_clip_by_second_moment_accepts_huge_reset_period():
     grads = np.ones((3, 2), np.float32)
     updates, states = drive(SPAM(reset_every=sys.maxsize), grads)
     never, without = drive(SPAM(), grads)
@@ -82,7 +82,7 @@ def test_a_reset_that_never_comes():
     np.testing.assert_array_equal(states.moments, without.moments)
 
 
-def test_the_period_goes_on_where_steps_can_no_longer_be_counted():
+def test_clip_by_second_moment_resets_after_counter_saturates():
     tx, most = SPAM(reset_every=3), np.iinfo(np.int32).max
     state = tx.init(np.ones(1))._replace(steps=jnp.int32(most))
     _, after = tx.update(jnp.ones(1), state)
@@ -91,7 +91,7 @@ def test_the_period_goes_on_where_steps_can_no_longer_be_counted():
     assert after.steps == most
 
 
-def test_without_a_threshold_all_passes_and_derivatives_are_finite():
+def test_clip_by_second_moment_with_infinite_threshold_passes():
     tx = SPAM(threshold=jnp.inf, warmup_steps=0)
 
     def second(x):
@@ -103,7 +103,7 @@ def test_without_a_threshold_all_passes_and_derivatives_are_finite():
     assert jax.jit(jax.value_and_grad(second))(1.0) == (2, 2)
 
 
-def test_entries_that_are_not_finite_are_bounded_and_never_recorded():
+def test_clip_by_second_moment_ignores_nonfinite_elements():
     grads = np.tile(np.float32([1, 1, 1, 1]), (6, 1))
     grads[3] = [np.nan, np.inf, -np.inf, 3e38]
     updates, states = drive(SPAM(), grads)
@@ -117,7 +117,7 @@ def test_entries_that_are_not_finite_are_bounded_and_never_recorded():
     assert np.all(np.isfinite(states.moments))
 
 
-def test_entries_whose_squares_leave_float32():
+def test_clip_by_second_moment_survives_overflowing_squares():
     updates, _ = drive(SPAM(), np.outer([1, 1, 1, 1000], [1e-25, 1.0, 1e25]).astype(np.float32))
     close(updates[3, 0] / 1e-22, 1)  # has no bound
     close(updates[3, 1], 2 * np.sqrt(0.875))
@@ -127,7 +127,7 @@ def test_entries_whose_squares_leave_float32():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
-def test_spam_of_other_dtypes(dtype):
+def test_clip_by_second_moment_keeps_dtypes(dtype):
     phase = (0.6 + 0.8j) if dtype == "complex64" else 1
     grads = jnp.asarray(SPIKE[:, :1] * phase).astype(dtype)
     updates, states = drive(SPAM(), grads)
@@ -137,7 +137,7 @@ def test_spam_of_other_dtypes(dtype):
     close(np.abs(updates[:, 0]).astype(np.float32), [1, 1, 1, 1.870829, 1, 1], rtol)
 
 
-def test_spam_leaves_other_leaves_alone():
+def test_clip_by_second_moment_skips_non_float_leaves():
     params = {"w": jnp.ones(2), "n": jnp.arange(3), "none": None, "b": jnp.ones(1)}
     tx = SPAM(warmup_steps=0)
     state = tx.init(params)
@@ -150,7 +150,7 @@ def test_spam_leaves_other_leaves_alone():
     assert jax.tree.structure(later) == jax.tree.structure(state)
 
 
-def test_the_printed_sequence_of_stable_spam():
+def test_moving_max_and_norm_history_match_stable_spam():
     clip = optaxclip.clip_by_moving_max()
     tx = optax.chain(clip, optaxclip.normalize_by_norm_history())
     grads = np.stack([S, np.full(6, 0.5, np.float32)], axis=1)
@@ -179,7 +179,7 @@ def test_an_entry_at_the_threshold_stays_in_a_leaf_that_is_clipped():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("policy", "expected"), [("nan", np.nan), ("zero", 0.0)])
-def test_all_entries_of_a_leaf_that_is_not_finite_change(policy, expected):
+def test_clip_by_moving_max_replaces_nonfinite_leaves(policy, expected):
     tx = made(optaxclip.clip_by_moving_max, nonfinite=policy)
     updates, _ = drive(tx, np.float32([[1, 0.5], [np.inf, 0.5]]))
     np.testing.assert_array_equal(updates[-1], [expected] * 2)
@@ -197,7 +197,7 @@ INDICES = {
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("case", INDICES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_of_a_sparse_leaf_entries_are_the_sums_of_what_is_stored(case, dtype):
+def test_clip_by_moving_max_sums_sparse_duplicates(case, dtype):
     data, indices, n_batch = INDICES[case]
     shape = (2,) * n_batch + (5,) + (2,) * (np.ndim(data) - 1 - n_batch)
     indices = jnp.asarray(indices)
@@ -217,7 +217,7 @@ def last_of(tx, sequence):
     return updates
 
 
-def test_zeros_have_no_history():
+def test_stable_spam_ignores_zero_gradients():
     for make in (optaxclip.clip_by_moving_max, optaxclip.normalize_by_norm_history):
         updates, _ = drive(made(make), np.float32([[0, 0], [3, 4], [0, 0]]))
         np.testing.assert_array_equal(updates[::2], 0)
@@ -226,7 +226,7 @@ def test_zeros_have_no_history():
 
 
 @pytest.mark.slow
-def test_each_layer_of_a_stack_has_a_largest_entry():
+def test_clip_by_moving_max_tracks_stacked_layers_separately():
     grads = np.float32([[[1, -2], [3, 1]], [[4, -2], [3, 1]]])
     updates, state = drive(optaxclip.clip_by_moving_max(decay=0.0, stacked=1), grads)
     np.testing.assert_array_equal(updates, grads)
@@ -237,7 +237,7 @@ def test_each_layer_of_a_stack_has_a_largest_entry():
 
 
 @pytest.mark.slow
-def test_the_largest_entry_is_that_of_all_devices():
+def test_clip_by_moving_max_shares_maximum_across_devices():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     grads = np.zeros((3, 4, 2), np.float32)
     grads[:, 1], grads[:, 2] = [3, -1], [1, 2]

@@ -29,7 +29,7 @@ def both(rate=0.0):
 
 
 @pytest.mark.slow
-def test_an_nnx_optimizer_hands_the_logits_on():
+def test_nnx_optimizer_passes_max_logits():
     model = nnx.LinearGeneral(3, (2, 4), rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, both(), wrt=nnx.Param)
     before = np.array(model.kernel[...])
@@ -64,7 +64,7 @@ class Linen(flax.linen.Module):
 
 
 @pytest.mark.slow
-def test_what_linen_sows_are_logits():
+def test_max_logits_accept_linen_intermediates():
     x, model = jnp.ones((2, 3)), Linen()
     params = model.init(jax.random.key(0), x)["params"]
     _, sown = model.apply({"params": params}, x, mutable="intermediates")

@@ -15,7 +15,7 @@ RMS = [1, 1.043853, 0.901142, 0.995329, 1.616884, 0.786402]
 FACTORS = [1, 0.957989, 1, 1, 0.618474, 1]
 
 
-def test_block_rms_of_each_layer_of_a_stack():
+def test_clip_by_block_rms_clips_stacked_layers_separately():
     tx = optaxclip.clip_by_block_rms(1.0, stacked={"layers": 1, "head": 0})
     layers = jnp.stack([jnp.full((2, 3), 0.5), jnp.full((2, 3), 4.0)])
     grads = {"layers": layers, "head": jnp.full(3, 2.0)}
@@ -27,7 +27,7 @@ def test_block_rms_of_each_layer_of_a_stack():
 
 
 @pytest.mark.parametrize("make", [optaxclip.clip_by_block_rms, optaxclip.scale_by_stable_adam])
-def test_stacked_axes_may_stay_unsaid_when_hyperparameters_are_injected(make):
+def test_stacked_default_allows_injected_hyperparams(make):
     tx = optax.inject_hyperparams(make)(0.9)
     jax.eval_shape(tx.update, jnp.ones(2), tx.init(jnp.ones(2)))
     with pytest.raises(TypeError, match=r"static_args=\('stacked',\)"):
@@ -54,7 +54,7 @@ def reference(sequence, b1, b2, eps, threshold):
         yield m / (np.sqrt(v) + eps) / max(1, rms / threshold)
 
 
-def test_stable_adam_has_the_published_ratios_and_factors():
+def test_stable_adam_matches_published_ratios_and_factors():
     rows = steps(optaxclip.scale_by_stable_adam(), list(jnp.asarray(GRADS)))
     infos = [monitor.read(state)["clip/scale_by_stable_adam"] for _, state in rows]
     np.testing.assert_allclose([info.norm[0] for info in infos], RMS, rtol=2e-6)
@@ -64,7 +64,7 @@ def test_stable_adam_has_the_published_ratios_and_factors():
     np.testing.assert_allclose([updates for updates, _ in rows], expected, rtol=3e-6)
 
 
-def test_stable_adam_as_adam_where_nothing_is_held_back():
+def test_stable_adam_with_infinite_threshold_matches_adam():
     ours = optaxclip.scale_by_stable_adam(0.8, 0.95, 1e-4, jnp.inf)
     rng = np.random.default_rng(0)
     sequence = [{"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)} for _ in range(5)]
@@ -74,7 +74,7 @@ def test_stable_adam_as_adam_where_nothing_is_held_back():
     assert_close(found, theirs, rtol=2e-5)
 
 
-def test_stable_adam_of_each_layer_of_a_stack():
+def test_stable_adam_treats_stacked_layers_separately():
     apart = [{"a": jnp.asarray(g), "b": jnp.asarray(g[::-1] ** 2)} for g in GRADS]
     stack = [{"ab": jnp.stack([x["a"], x["b"]])} for x in apart]
     expected = [
@@ -84,7 +84,7 @@ def test_stable_adam_of_each_layer_of_a_stack():
     assert_close([x["ab"] for x, _ in rows], expected)
 
 
-def test_stable_adam_of_other_dtypes():
+def test_stable_adam_keeps_dtypes():
     tolerance = {"bfloat16": 1e-2, "float16": 1e-3, "complex64": 3e-6}
     turned = {"bfloat16": 1, "float16": 1, "complex64": 1j}
     sequence = [{x: jnp.asarray(g * turned[x]).astype(x) for x in turned} for g in GRADS]
@@ -97,7 +97,7 @@ def test_stable_adam_of_other_dtypes():
         np.testing.assert_allclose(found, last * turned[dtype], rtol=rtol)
 
 
-def test_stable_adam_counts_the_steps_that_a_leaf_had():
+def test_stable_adam_counts_steps_per_leaf():
     tx, params = optaxclip.scale_by_stable_adam(), {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     sequence = [
         {"a": jnp.ones(2), "b": None},
@@ -109,7 +109,7 @@ def test_stable_adam_counts_the_steps_that_a_leaf_had():
     np.testing.assert_allclose(rows[1][0]["b"], [1, -1], rtol=1e-6)
 
 
-def test_stable_adam_of_any_range_and_of_zeros():
+def test_stable_adam_stays_finite_at_extremes_and_zeros():
     tx = optaxclip.scale_by_stable_adam(clipping_threshold=2.0, eps=0.0)
     sequence = [jnp.full(2, jnp.float32(size)) for size in (0.0, 1.0, 1e25, 3e38, 1e-30, 0.0)]
     for updates, state in steps(tx, sequence):
@@ -117,7 +117,7 @@ def test_stable_adam_of_any_range_and_of_zeros():
         assert np.all(np.abs(updates) <= 2.5)
 
 
-def test_stable_adam_does_not_move_an_entry_whose_second_moment_is_zero():
+def test_stable_adam_skips_elements_with_zero_second_moment():
     tx, zeros = optaxclip.scale_by_stable_adam(eps=0.0), jnp.zeros(2)
     # The average of squares underflows sooner than that of gradients, if its decay is the smaller.
     late = {"count": jnp.array([1000]), "mu": jnp.float32([0.5, 0.0])}
@@ -127,7 +127,7 @@ def test_stable_adam_does_not_move_an_entry_whose_second_moment_is_zero():
     assert state.nu.tolist() == [0, 0]
 
 
-def test_weight_decay_is_not_shortened():
+def test_stable_adam_leaves_weight_decay_unclipped():
     direction, params = optaxclip.scale_by_stable_adam(), jnp.ones(2)
     with jax.numpy_dtype_promotion("standard"):
         tx = optax.chain(direction, optax.add_decayed_weights(0.2), optax.scale(-0.5))
@@ -136,13 +136,13 @@ def test_weight_decay_is_not_shortened():
     assert_close([x for x, _ in rows], [-0.5 * (x + 0.2) for x, _ in alone])
 
 
-def test_a_decay_of_zero_is_no_error():
+def test_stable_adam_accepts_zero_decay():
     optaxclip.scale_by_stable_adam(b1=0.0, b2=0.0)
 
 
 @pytest.mark.parametrize("make", [optaxclip.scale_by_stable_adam, optaxclip.clip_by_second_moment])
 @pytest.mark.parametrize("shape", [(1,), (), (2, 2)])
-def test_leaves_of_another_shape_than_their_averages_are_an_error(make, shape):
+def test_moments_of_other_shape_raise(make, shape):
     tx = make(name="mine")
     with pytest.raises(
         ValueError, match=r"^mine: leaf 'w' .*, got \(2,\) in the updates; use a fresh state$"

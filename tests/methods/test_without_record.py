@@ -27,7 +27,7 @@ def foreign_state():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless("clip_by_global_norm".__eq__, WITHOUT))
-def test_results_are_those_with_a_record_and_any_state_is_handed_back(name):
+def test_record_false_keeps_updates_and_returns_state(name):
     with_record, without = METHODS[name].make(), METHODS[name].make(record=False)
     assert without.init(PARAMS) == optax.EmptyState()
     for grads in (GRADS, random_tree(3), jax.tree.map(lambda x: x.at[0].set(jnp.nan), GRADS)):
@@ -54,7 +54,7 @@ def test_a_threshold_that_remembers_refuses_by_name(name):
         METHODS[name].make(record=False)
 
 
-def test_every_transformation_that_can_do_without_has_the_argument():
+def test_stateless_transformations_have_record_argument():
     public = (getattr(optaxclip, name) for name in dir(optaxclip))
     made = [fn for fn in public if inspect.isfunction(fn)]
     without = {fn.__name__ for fn in made if "record" not in inspect.signature(fn).parameters}
@@ -62,7 +62,7 @@ def test_every_transformation_that_can_do_without_has_the_argument():
     assert without - pure == KEEPS_MORE - {"skip_above_loss"}
 
 
-def test_one_rule_among_several_that_remembers_is_refused():
+def test_record_false_rejects_adaptive_rules_and_schedules():
     threshold_values = {"matrix": 1.0, "vector": thresholds.zscore()}
     with pytest.raises(
         ValueError,
@@ -87,7 +87,7 @@ def test_thresholds_may_be_traced():
 
 # Optax's Adam relies on implicit promotion.
 @jax.numpy_dtype_promotion("standard")
-def test_a_checkpoint_of_optax_fits_and_the_run_goes_on():
+def test_record_false_accepts_optax_checkpoint():
     theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     ours = optax.chain(optaxclip.clip_by_global_norm(1.0, record=False), optax.adam(1e-3))
     step, their_step = jax.jit(ours.update), jax.jit(theirs.update)

@@ -70,7 +70,7 @@ WRAPPERS = {
 @pytest.mark.parametrize(
     ("wrapper", "inner"), [*(("above", inner) for inner in INNER), ("nonfinite", "adam")]
 )
-def test_a_skipped_step_changes_nothing_but_the_counts(wrapper, inner):
+def test_skipped_step_changes_only_counts(wrapper, inner):
     (wrap, bad), skipped = WRAPPERS[wrapper], np.array([1, 0, 0, 1, 1, 0, 0, 0], bool)
     tx, norms = wrap(INNER[inner]), np.zeros(8)
     norms[skipped], norms[~skipped] = bad, [1.0, 0.5, 1.5, 1.0, 1.2]
@@ -101,7 +101,7 @@ def compiled(inner):
         (np.inf, 2.0, [np.inf, 3.0, np.nan], [True, False, True]),
     ],
 )
-def test_which_parts_of_a_norm_are_blamed(number, threshold, parts, blamed):
+def test_offending_parts_explain_skipped_norm(number, threshold, parts, blamed):
     number, threshold, parts = map(jnp.float32, (number, threshold, parts))
     is_bad = ~jnp.isfinite(number)
     found = rule_evaluation.RuleResult(
@@ -110,7 +110,7 @@ def test_which_parts_of_a_norm_are_blamed(number, threshold, parts, blamed):
     assert found.find_offending(parts).tolist() == blamed
 
 
-def test_a_state_without_names_takes_a_step_without_a_leaf():
+def test_skip_nonfinite_without_names_accepts_missing_leaf():
     """Names are lost where an older state is mapped, and come back at a step with all leaves."""
     tx = skip_nonfinite(optax.sgd(1.0))
     state = tx.init(PARAMS)
@@ -123,7 +123,7 @@ def test_a_state_without_names_takes_a_step_without_a_leaf():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("jit", [False, True])
-def test_a_random_key_in_the_state_stays_too(jit):
+def test_skip_nonfinite_keeps_random_key(jit):
     """Beside what has no numbers, which `jit` does not take."""
     odd = None if jit else np.zeros(2, jax.dtypes.float0)
     inner = optax.GradientTransformation(
@@ -139,7 +139,7 @@ def test_a_random_key_in_the_state_stays_too(jit):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_what_was_skipped_and_why(wrapper):
+def test_skips_report_counts_and_reasons(wrapper):
     norms = [1.0, np.nan, 3.0, 4.0, np.inf, 1.0, np.nan]
     _, states = run(WRAPPERS[wrapper][0](optax.sgd(0.1)), norms)
     info, bad, above = states.info, np.array([0, 1, 0, 0, 1, 0, 1]), np.zeros(7)
@@ -163,7 +163,7 @@ def test_what_was_skipped_and_why(wrapper):
         (skip_nonfinite(optax.sgd(0.1)), np.nan, []),
     ],
 )
-def test_after_how_many_skipped_steps_one_is_taken(tx, norm, taken):
+def test_max_consecutive_limits_skipped_steps(tx, norm, taken):
     _, states = run(tx, [norm] * 50)
     assert np.flatnonzero(states.info.factor).tolist() == taken
     assert states.num_skipped[-1] == 50 - len(taken)
@@ -171,14 +171,14 @@ def test_after_how_many_skipped_steps_one_is_taken(tx, norm, taken):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("most", "taken"), [(1, [2, 5, 7]), (3, [5])])
-def test_skip_above_never_takes_a_step_that_is_not_finite(most, taken):
+def test_skip_above_never_applies_nonfinite_step(most, taken):
     norms = [5.0, np.nan, 5.0, np.nan, np.inf, 5.0, 5.0, 5.0, 5.0]
     updates, states = run(skip_above(optax.adam(0.1), 1.0, most), norms)
     assert np.flatnonzero(states.info.factor).tolist() == taken
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((updates, states.inner_state)))
 
 
-def test_skip_nonfinite_lets_bad_steps_through_as_apply_if_finite_does():
+def test_skip_nonfinite_matches_apply_if_finite_after_maximum():
     norms = [1.0, np.nan, 1.0, *[np.nan, np.inf] * 2, 1.0, *[np.nan] * 4]
     ours, states = run(skip_nonfinite(optax.sgd(0.1), 2), norms)
     theirs, _ = run(optax.apply_if_finite(optax.sgd(0.1), 2), norms)
@@ -209,7 +209,7 @@ def test_every_kind_of_threshold(name):
     assert states.num_skipped[-1] == states.info.num_clipped[-1] == len(skipped)
 
 
-def test_axlearn_clips_what_it_does_not_skip():
+def test_skip_above_around_clip_reproduces_axlearn():
     inner = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(1.0))
     updates, states = run(skip_above(inner, MEAN), S)
     shares = -updates["w"][:, 0, 0] / trees(S)["w"][:, 0, 0]
@@ -227,7 +227,7 @@ def test_a_threshold_relative_to_the_parameters():
 
 
 @pytest.mark.parametrize(("given", "taken"), [(5.0, 0), (0.5, 1), (np.nan, 0), (jnp.inf, 0)])
-def test_a_norm_that_the_caller_has_is_used(given, taken):
+def test_skip_above_uses_known_norm(given, taken):
     tx = skip_above(optax.sgd(1.0), 1.0, known_norm="grad_norm")
     updates, state = tx.update(grads_of_norm(0.7), tx.init(PARAMS), PARAMS, grad_norm=given)
     assert state.info.factor == taken
@@ -235,7 +235,7 @@ def test_a_norm_that_the_caller_has_is_used(given, taken):
     assert np.any(updates["w"] != 0) == taken
 
 
-def test_the_optimizer_is_handed_everything():
+def test_skip_above_passes_all_arguments_to_optimizer():
     seen = []
 
     def update(updates, state, params=None, *, value, extra=None):
@@ -258,7 +258,7 @@ def test_the_optimizer_is_handed_everything():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("threshold", [2.0, thresholds.percentile(50.0, 4, warmup_steps=1)])
 @pytest.mark.parametrize("jit", [False, True])
-def test_debug_nans_and_infs_have_nothing_to_report(threshold, jit):
+def test_skip_above_triggers_no_debug_nans(threshold, jit):
     """But for a gradient that is not finite, and what an optimizer makes of it."""
     tx = skip_above(optax.adam(0.1), threshold)
     update, state = jax.jit(tx.update) if jit else tx.update, tx.init(PARAMS)
@@ -271,7 +271,7 @@ def test_debug_nans_and_infs_have_nothing_to_report(threshold, jit):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_a_huge_gradient_is_finite(dtype):
+def test_skip_nonfinite_treats_huge_gradient_as_finite(dtype):
     with jax.enable_x64(True):
         tx, grads = skip_nonfinite(optax.sgd(1.0)), jnp.full(4, jnp.finfo(dtype).max / 2, dtype)
         assert jax.jit(tx.update)(grads, tx.init(grads))[1].num_skipped == 0
@@ -289,7 +289,7 @@ NESTED = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NESTED)
-def test_inside_and_around_other_wrappers(name):
+def test_skip_above_combines_with_other_wrappers(name):
     norms, skipped = [1.0, np.nan, 0.5, 3.0, 1.0], np.array([0, 1, 0, 1, 0], bool)
     updates, _ = run(NESTED[name](INNER["adam"]), norms)
     assert_zero(at(updates, skipped))
@@ -297,7 +297,7 @@ def test_inside_and_around_other_wrappers(name):
     assert_close(at(updates, ~skipped), alone)
 
 
-def test_inside_multi_steps_the_mean_is_skipped():
+def test_skip_above_inside_multi_steps_skips_mean():
     # Not for what is not finite: MultiSteps then keeps a NaN in its sum for ever.
     tx = optax.MultiSteps(skip_above(optax.adam(0.1), 2.0), 2)
     updates, states = run(tx, [1.0, 9.0, 1.0, 1.0])

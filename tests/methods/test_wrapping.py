@@ -72,7 +72,7 @@ def only_w(tree):
 
 @pytest.mark.by_day(1)
 @some_methods
-def test_chain_of_two(name):
+def test_chained_clips_match_separate_clips(name):
     tx = optax.chain(METHODS[name].make(), optax.scale(0.5), METHODS[name].make())
     updates, state = run_once_compiled(tx, STEPS[:2])
     expected, first = run_alone(name, STEPS[:2])
@@ -86,7 +86,7 @@ def test_chain_of_two(name):
 @pytest.mark.by_day(1)
 @some_methods
 @pytest.mark.parametrize("wrapper", ["masked", "partition"])
-def test_part_of_a_tree(name, wrapper):
+def test_masked_and_partition_clip_only_selected_leaves(name, wrapper):
     clip = METHODS[name].make()
     if wrapper == "masked":
         tx = optax.masked(clip, ONLY_W)
@@ -103,7 +103,7 @@ def test_part_of_a_tree(name, wrapper):
 
 @pytest.mark.by_day(1)
 @some_methods
-def test_apply_if_finite_around_the_clip(name):
+def test_apply_if_finite_wraps_clips(name):
     tx = optax.apply_if_finite(METHODS[name].make(), max_consecutive_errors=3)
     updates, state = run_once_compiled(tx, [STEPS[0], NANS, STEPS[1]])
     expected, alone = run_alone(name, STEPS[:2])
@@ -115,7 +115,7 @@ def test_apply_if_finite_around_the_clip(name):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", slow_unless(TYPICAL.__contains__, NAMED))
-def test_injected_hyperparameters(name):
+def test_inject_hyperparams_matches_passed_values(name):
     method = METHODS[name]
     argument, usual = method.hyper
     inject = optax.inject_hyperparams(method.factory, static_args=tuple(method.fixed))
@@ -139,7 +139,7 @@ def test_injected_hyperparameters(name):
     assert any(np.any(x[0] != x[1]) for x in jax.tree.leaves(injected))
 
 
-def test_injected_hyperparameters_of_one_compiled_step():
+def test_injected_threshold_changes_without_recompilation():
     tx = optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=1.0)
     state, update = tx.init(PARAMS), jax.jit(tx.update)
     for threshold in (1.0, 0.25, 4.0):
@@ -167,7 +167,7 @@ TRAINERS = {
 @pytest.mark.by_day(1)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_linen_train_state(kind):
+def test_linen_train_state_trains_with_clips(kind):
     model = Linen()
     params = model.init(jax.random.key(0), X)
     tx = optax.chain(TRAINERS[kind](), optax.adam(1e-2))
@@ -204,7 +204,7 @@ class Model(nnx.Module):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_nnx_optimizer(kind):
+def test_nnx_optimizer_trains_with_clips(kind):
     model = Model(nnx.Rngs(0))
     tx = optax.chain(TRAINERS[kind](), optax.sgd(0.1))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -282,7 +282,7 @@ def two_steps(clip, tree):
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("clip", "tree"), CASES)
 @pytest.mark.parametrize("through", [through_bytes, through_a_state_dict, through_orbax])
-def test_state_survives_a_round_trip(through, clip, tree, tmp_path):
+def test_state_survives_serialization_round_trip(through, clip, tree, tmp_path):
     grads, (update, fresh, state, second) = TREES[tree], two_steps(clip, tree)
     if through is through_orbax and any(x.size == 0 for x in jax.tree.leaves(state)):
         pytest.xfail("Orbax refuses arrays without entries, as a record of no groups has them")
@@ -296,7 +296,7 @@ def test_state_survives_a_round_trip(through, clip, tree, tmp_path):
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("clip", ["leaf", "unit"])
-def test_names_of_the_record(clip, tree):
+def test_info_names_match_leaf_paths(clip, tree):
     info = two_steps(clip, tree)[2][0].info
     assert list(info.names) == NAMES[tree]
     assert info.norm.shape == (len(NAMES[tree]),)

@@ -21,7 +21,7 @@ STATE = TX.update(GRADS, TX.init(GRADS), GRADS, value=7.0)[1]
 
 
 @pytest.mark.parametrize("read", [monitor.read, jax.jit(monitor.read)], ids=["eager", "jit"])
-def test_the_end_of_a_key(read):
+def test_read_accepts_end_of_key(read):
     records = read(STATE)
     assert records["clip_by_global_norm"].norm == records["0/clip_by_global_norm"].norm == 5
     assert records["loss"].norm == records["skip_above/loss"].norm == 7
@@ -33,6 +33,6 @@ def test_the_end_of_a_key(read):
 @pytest.mark.parametrize(
     ("key", "why"), [("clip_by_norm", "several keys end"), ("zclip", "no key is it"), ("orm", "no")]
 )
-def test_other_keys(key, why):
+def test_read_rejects_ambiguous_or_unknown_keys(key, why):
     with pytest.raises(KeyError, match=rf"{why}.*0/clip_by_global_norm.*1/skip_above/loss"):
         monitor.read(STATE)[key]

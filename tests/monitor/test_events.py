@@ -56,7 +56,7 @@ def assert_columns(found, **expected):
             np.testing.assert_allclose(found[field], column, rtol=1e-6, err_msg=field)
 
 
-def test_a_clip_of_the_tree():
+def test_events_record_steps_of_tree_clip():
     updates, state = run(monitor.events(clip()))
     expected, of_inner = run(clip())
     jax.tree.map(np.testing.assert_array_equal, (updates, state.inner_state), (expected, of_inner))
@@ -77,7 +77,7 @@ def test_a_clip_of_the_tree():
         np.testing.assert_array_equal(monitor.history(state, stat=field), found[field])
 
 
-def test_the_last_steps_of_more():
+def test_events_keep_last_steps():
     _, state = run(monitor.events(clip(), 2))
     assert_columns(monitor.history(state), step=[3, 4], norm=[5.0, np.inf], worst=["b", "w"])
     # After more steps than can be counted the places of the rows still follow one another.
@@ -91,7 +91,7 @@ def test_the_last_steps_of_more():
     assert start.dtype.names == monitor.history_names(state)
 
 
-def test_a_skip_around_a_clip_in_a_chain():
+def test_events_combine_skip_and_inner_clip():
     inner = optax.chain(clip(), optax.sgd(0.1, momentum=0.9))
     tx = optax.chain(monitor.record(9), monitor.events(skip_above(inner, 4.5)))
     updates, state = run(tx, STEPS[:3])
@@ -118,7 +118,7 @@ def test_a_skip_around_a_clip_in_a_chain():
     assert next(iter(monitor.read(state))) == "1/inner_state/skip_above"
 
 
-def test_clips_of_leaves_and_labels_know_their_worst():
+def test_events_name_worst_leaf_or_label():
     labels = {"b": "low", "v": "low", "w": "high"}
     inner = optax.chain(
         optaxclip.clip_by_norm({"b": 1.0, "v": 8.0, "w": 6.0}),
@@ -138,31 +138,31 @@ def test_clips_of_leaves_and_labels_know_their_worst():
     )
 
 
-def test_of_a_clip_of_the_tree_beside_one_of_leaves_the_worst_leaf_is_measured():
+def test_events_measure_worst_leaf_for_tree_clip():
     both = optax.chain(optaxclip.clip_by_norm({"b": 1.0, "v": 8.0, "w": 6.0}), clip())
     _, state = run(monitor.events(both), [grads(3.0, 7.0)])
     assert_columns(monitor.history(state), worst=["b"], **{f"{CLIP}/worst": ["w"]})
 
 
-def test_a_clip_of_leaves_has_clipped_if_one_leaf_was_clipped():
+def test_events_report_clipped_if_any_leaf_exceeds():
     _, state = run(monitor.events(optaxclip.clip_by_norm(2.0)), [grads(1.0, 1.0), grads(3.0, 1.0)])
     assert_columns(monitor.history(state), verdict=["taken", "clipped"], worst=["b", "b"])
 
 
-def test_a_tree_without_leaves():
+def test_events_accept_empty_tree():
     tx = monitor.events(clip())
     assert monitor.history(tx.init({})).shape == (0,)
     _, state = tx.update({}, tx.init({}))
     assert monitor.history(state, stat="norm").tolist() == [0.0]
 
 
-def test_clips_of_one_name_are_told_apart():
+def test_events_number_clips_with_equal_names():
     state = monitor.events(optax.chain(clip(), clip(1.0))).init(PARAMS)
     names = [x for x in monitor.history_names(state) if x.endswith("/norm")]
     assert names == [f"{CLIP}_1/norm"]
 
 
-def test_a_loss_and_skips_within_skips():
+def test_events_record_losses_and_nested_skips():
     inner = skip_above(optax.sgd(0.1), 4.0, loss_threshold=thresholds.constant(2.0), name="inner")
     tx = monitor.events(skip_nonfinite(inner, max_consecutive=1))
 
@@ -184,7 +184,7 @@ def test_a_loss_and_skips_within_skips():
     )
 
 
-def test_a_skip_beside_one_that_left_its_part_out_has_run():
+def test_events_record_independent_skips_in_partition():
     parts = {"bad": skip_nonfinite(optax.sgd(0.1)), "good": skip_above(optax.sgd(0.1), 9.0)}
     tx = monitor.events(optax.partition(parts, {"b": "bad", "v": "good", "w": "good"}))
     _, state = run(tx, [grads(NAN, 3.0, 4.0)])
@@ -194,19 +194,19 @@ def test_a_skip_beside_one_that_left_its_part_out_has_run():
     )
 
 
-def test_a_step_that_is_taken_after_all():
+def test_events_report_step_applied_after_maximum_skips():
     tx = monitor.events(skip_nonfinite(optax.sgd(0.1), max_consecutive=1))
     _, state = run(tx, [STEPS[2], STEPS[2], STEPS[0]])
     assert_columns(monitor.history(state), verdict=["skipped", "not finite", "taken"])
 
 
-def test_bad_entries_that_are_mended_are_told():
+def test_events_report_masked_elements_as_nonfinite():
     _, state = run(monitor.events(clip(nonfinite="mask")), STEPS[1:3])
     assert_columns(monitor.history(state), verdict=["clipped", "not finite"], norm=[5.0, 9.0])
 
 
 @pytest.mark.parametrize("place", slow_unless("around".__eq__, ["inside", "around"]))
-def test_with_multi_steps(place):
+def test_events_work_with_multi_steps(place):
     chain = optax.chain(clip(), optax.sgd(0.1))
     with jax.numpy_dtype_promotion("standard"):
         if place == "inside":
@@ -228,7 +228,7 @@ def test_with_multi_steps(place):
         )
 
 
-def test_a_tree_without_leaves_that_are_clipped_has_no_worst_leaf():
+def test_events_name_no_worst_leaf_without_floats():
     for inner in (clip(), optaxclip.clip_by_norm(1.0)):
         tx = monitor.events(inner)
         with pytest.warns(UserWarning, match="nothing is clipped"):
@@ -237,7 +237,7 @@ def test_a_tree_without_leaves_that_are_clipped_has_no_worst_leaf():
 
 
 @pytest.mark.slow
-def test_a_leaf_that_comes_later_and_one_that_is_missing():
+def test_events_accept_late_and_missing_leaves():
     tx = monitor.events(clip())
     state = tx.init(PARAMS | {"a": None, "b": jnp.zeros(1)})
     for each in (grads(3.0, 1.0) | {"a": None}, {**grads(1.0, 2.0), "b": None, "a": jnp.ones(1)}):
@@ -247,7 +247,7 @@ def test_a_leaf_that_comes_later_and_one_that_is_missing():
 
 
 @pytest.mark.slow
-def test_one_program_for_all_steps_and_states_under_vmap():
+def test_events_compile_once_and_support_vmap():
     tx = monitor.events(skip_nonfinite(optax.chain(clip(), optax.sgd(0.1, momentum=0.9))), 3)
     step = jax.jit(tx.update, donate_argnums=1)
     with compilations() as compiled:
@@ -267,7 +267,7 @@ def test_one_program_for_all_steps_and_states_under_vmap():
 
 
 @pytest.mark.slow
-def test_checkpoints_and_names_that_are_lost(tmp_path):
+def test_events_survive_checkpoints_and_lost_names(tmp_path):
     inner = optax.chain(optaxclip.clip_by_norm(1.0), optax.sgd(0.1, momentum=0.9))
     tx = monitor.events(skip_nonfinite(inner))
     _, state = run(tx)
@@ -287,7 +287,7 @@ def test_checkpoints_and_names_that_are_lost(tmp_path):
             monitor.history(each)
 
 
-def test_of_a_scaled_loss_the_norms_are_the_true_ones():
+def test_events_inside_scale_loss_record_unscaled_norms():
     tx = monitor.events(optaxclip.scale_loss(optax.chain(clip(), optax.sgd(0.1))))
     state = tx.init(PARAMS)
     for each in STEPS[1:4]:
@@ -315,14 +315,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_has_no_events(case):
+def test_events_without_recorded_clip_raise(case):
     make, said = WRONG[case]
     tx = monitor.events(make())
     with pytest.raises(ValueError, match=said):
         tx.init(PARAMS)
 
 
-def test_wrong_use():
+def test_events_reject_foreign_state_and_unknown_stat():
     tx, state = monitor.events(clip()), monitor.events(clip(), 5).init(PARAMS)
     said = re.escape("keeps the last 5 steps as [5, 1, 3], and kept here are the last 1000 steps")
     with pytest.raises(ValueError, match=said):
@@ -340,7 +340,7 @@ def test_wrong_use():
 
 
 @pytest.mark.slow
-def test_the_norm_of_the_worst_leaf_may_be_another():
+def test_events_norm_argument_selects_worst_leaf():
     large, many = {"b": jnp.full(1, 3.0)}, {"v": jnp.full(2, 2.5), "w": jnp.zeros(2)}
     worst = {}
     for norm in ("l2", "linf"):

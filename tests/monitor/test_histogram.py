@@ -63,7 +63,7 @@ NARROW = [dtype for dtype in FORMATS if dtype != np.float64 and dtype.name not i
 
 
 @pytest.mark.gpu
-def test_counts_and_shares_are_those_of_casts():
+def test_histogram_fractions_match_casts():
     tree = {dtype.name: entries_of(dtype) for dtype in NARROW}
     found = histograms_of(jax.tree.map(jnp.asarray, tree))
     for name, x in tree.items():
@@ -80,7 +80,7 @@ def test_counts_and_shares_are_those_of_casts():
             assert found[name].overflow_fraction(dtype) == np.mean(lost), (name, dtype)
 
 
-def test_the_first_step_counts_and_every_third_after_it():
+def test_histogram_counts_at_given_interval():
     tx = monitor.histogram(3, scope=scopes.tree())
 
     def step(state, x):
@@ -96,7 +96,7 @@ def test_the_first_step_counts_and_every_third_after_it():
 
 
 @pytest.mark.gpu
-def test_complex_entries_count_by_their_modulus_where_squares_leave_the_range():
+def test_histogram_counts_complex_elements_by_modulus():
     rng = np.random.default_rng(1)
     parts = 2.0 ** rng.uniform(-150, 128, (2, 4000)) * rng.choice([-1, 0, 1], (2, 4000))
     with np.errstate(over="ignore"):
@@ -108,7 +108,7 @@ def test_complex_entries_count_by_their_modulus_where_squares_leave_the_range():
     assert_counts(histograms_of({"x": jnp.asarray(x)})["x"], np.float64(np.float32(sizes)))
 
 
-def test_float64_leaves_and_others_beside_them():
+def test_histogram_counts_float64_leaves():
     with jax.enable_x64(True):
         tree = {x: entries_of(x) for x in ("float64", "float32", "float16")}
         parts = 2.0 ** np.random.default_rng(2).uniform(-1074, 1023, (2, 4000))
@@ -127,14 +127,14 @@ def test_float64_leaves_and_others_beside_them():
             tx.update({"x": jnp.ones(2, jnp.float64)}, state)
 
 
-def test_a_sparse_leaf_counts_sums_of_duplicates_and_what_it_does_not_store():
+def test_histogram_counts_dense_values_of_sparse_leaves():
     indices = jnp.array([[1], [4], [1], [9]])  # the last is padding
     x = sparse.BCOO((jnp.array([3.0, -0.5, 2.0, 7.0]), indices), shape=(6,))
     assert_counts(histograms_of({"x": x})["x"], moduli(np.array([0, 5, 0, 0, -0.5, 0])))
 
 
 @pytest.mark.gpu
-def test_counts_beyond_32_bits_add_up(monkeypatch):
+def test_histogram_adds_counts_beyond_32_bits(monkeypatch):
     """Each leaf is taken for one of three thousand million entries, of which all but two are 0."""
     zeros = 3_000_000_000
 
@@ -159,7 +159,7 @@ def test_counts_beyond_32_bits_add_up(monkeypatch):
     assert found.counts.sum() == parts * 70_000
 
 
-def test_a_leaf_of_5_thousand_million_entries_is_counted_in_64_bits():
+def test_histogram_counts_large_leaves_in_64_bits():
     tx = monitor.histogram()
 
     def count(x):
@@ -171,7 +171,7 @@ def test_a_leaf_of_5_thousand_million_entries_is_counted_in_64_bits():
         assert ("u64[" in str(jax.make_jaxpr(count)(leaf))) == is_wide
 
 
-def test_large_leaves_are_counted_a_few_entries_at_a_time(monkeypatch):
+def test_histogram_counts_large_leaves_in_chunks(monkeypatch):
     monkeypatch.setattr(exponent_counts, "CHUNK_SIZE", 300)
     x = entries_of(np.float32, seed=4)[:3000].reshape(3, 25, 40)
     tree = {"whole": x, "rows": x.reshape(3, -1), "each": x[0, 0].repeat(10)}
@@ -184,7 +184,7 @@ def test_large_leaves_are_counted_a_few_entries_at_a_time(monkeypatch):
         assert_counts(histogram, entry[None])
 
 
-def test_under_vmap_nothing_is_counted_outside_of_the_loop():
+def test_histogram_under_vmap_counts_only_selected_seeds():
     tx, seeds = monitor.histogram(2), {"w": jnp.ones((3, 4))}
     states = jax.vmap(tx.init)(seeds)
     update = jax.vmap(lambda grads, state: tx.update(grads, state)[1])
@@ -198,7 +198,7 @@ def test_under_vmap_nothing_is_counted_outside_of_the_loop():
 
 
 @pytest.mark.gpu
-def test_parameters_are_counted_and_a_neighbour_changes_nothing():
+def test_histogram_counts_params_by_leaf():
     tx = monitor.histogram(of="params")
     params = {"a": jnp.array([1.0, 3.0]), "b": jnp.array([0.5])}
     bad = {"a": jnp.array([jnp.nan, jnp.inf]), "b": params["b"]}
@@ -209,7 +209,7 @@ def test_parameters_are_counted_and_a_neighbour_changes_nothing():
     np.testing.assert_array_equal(one["b"].counts, other["b"].counts)
 
 
-def test_each_step_of_multi_steps_counts_the_mean_and_states_may_be_donated():
+def test_histogram_inside_multi_steps_counts_mean():
     tx = optax.MultiSteps(optax.chain(monitor.histogram(1), optax.sgd(1.0)), 2)
     step = jax.jit(lambda grads, state: tx.update(grads, state, grads)[1], donate_argnums=1)
     state = tx.init(jnp.ones(3))
@@ -220,7 +220,7 @@ def test_each_step_of_multi_steps_counts_the_mean_and_states_may_be_donated():
         np.testing.assert_array_equal(np.repeat(found.edges[1:], found.counts), expected)
 
 
-def test_numbers_for_a_log():
+def test_histogram_metrics_contain_exponents_and_counts():
     tx = monitor.histogram(scope=scopes.group({"a": "x", "b": "y"}))
     grads = {"a": jnp.array([0.0, 3.0, 5.0, 6.0]), "b": jnp.array([0.25, jnp.inf, jnp.nan])}
     state = tx.init(grads)
@@ -244,7 +244,7 @@ def test_numbers_for_a_log():
     assert [found[f"histogram/{x}_exponent"] for x in ("low", "median", "high")] == [-3, 2, 2]
 
 
-def test_the_table_of_a_format_says_which_scale_keeps_what():
+def test_dtype_fit_finds_scales_without_loss():
     """The scales are those at which casts lose at most the allowed share, and overflow nothing."""
     sizes = {"small": np.random.default_rng(3).uniform(-32, -18, 5000), "large": [-3.0, 5.5]}
     tree = {name: np.float32(2.0 ** np.asarray(x)) for name, x in sizes.items()}

@@ -28,7 +28,7 @@ def chain():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("gradient", [3.0, np.nan, np.inf, -np.inf])
-def test_a_line_is_valid_json_with_null_for_what_is_not_finite(gradient):
+def test_json_line_replaces_nonfinite_numbers_by_null(gradient):
     tx = chain()
     start = tx.init(jnp.zeros(2))
     for state in (start, tx.update(jnp.array([gradient, 4.0]), start)[1]):
@@ -40,7 +40,7 @@ def test_a_line_is_valid_json_with_null_for_what_is_not_finite(gradient):
         assert list(found) == list(numbers)
 
 
-def test_what_belongs_to_the_step_comes_first():
+def test_json_line_puts_keyword_values_first():
     state = chain().init(jnp.zeros(2))
     more = {
         "step": 2**70,
@@ -60,7 +60,7 @@ def test_what_belongs_to_the_step_comes_first():
     assert found["ok"] is True
 
 
-def test_what_is_no_value_of_a_step_is_named():
+def test_json_line_rejects_invalid_values():
     tx = optaxclip.clip_by_global_norm(1.0)
     state = tx.init(jnp.zeros(2))
     for value in (jnp.zeros(2), [1.0], {"a": 1}, 1j, b"x", object):
@@ -78,7 +78,7 @@ def test_what_is_no_value_of_a_step_is_named():
         jax.jit(lambda state: monitor.json_line(state) and 0)(state)
 
 
-def test_suggest_reads_a_log_of_such_lines(tmp_path):
+def test_suggest_reads_json_lines(tmp_path):
     tx = optax.chain(monitor.record(4), optaxclip.clip_by_global_norm(2.0), optax.sgd(0.1))
     state, update = tx.init(jnp.float32(0)), jax.jit(tx.update)
     norms = np.exp(0.1 * np.random.default_rng(0).normal(size=60)).astype(np.float32)

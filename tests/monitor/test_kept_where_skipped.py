@@ -18,7 +18,7 @@ BAD = 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless("recurrent".__eq__, BLOCKS))
-def test_a_bad_batch_ruins_what_is_not_kept(name):
+def test_recipes_fail_without_step_flag(name):
     block = BLOCKS[name]
     skip_without_packages(block)
     kept = np.asarray(shown_code.run(block, PAGE)["losses"])

@@ -19,7 +19,7 @@ def left_by(marker):
 
 
 @pytest.mark.slow
-def test_tensorboard_shows_the_counts_by_exponent():
+def test_tensorboard_recipe_stores_histogram_counts():
     name = "tensorboard.backend.event_processing.event_accumulator"
     reader = pytest.importorskip(name)
     pytest.importorskip("tensorboardX")
@@ -37,7 +37,7 @@ def test_tensorboard_shows_the_counts_by_exponent():
 
 
 @pytest.mark.slow
-def test_csv_and_json_have_the_counts_by_exponent():
+def test_csv_and_json_recipe_stores_histogram_counts():
     folder = pathlib.Path(left_by("sizes.csv")["folder"])
     found = json.loads((folder / "sizes.json").read_text())
     # 3 is above 2 and at most 4, 0.1 above 1/16 and at most 1/8, and 1 above 1/2 and at most 1.

@@ -63,7 +63,7 @@ def assert_the_same(state, **options):
     return numbers
 
 
-def test_names_and_numbers():
+def test_metrics_have_expected_names_and_numbers():
     numbers = assert_the_same(after(everything(), GRADS, value=2.0), prefix="train/")
     first = [
         f"clip_by_group_norm/{name}/{label}" for name in NAMES[:-1] for label in ("actor", "critic")
@@ -83,7 +83,7 @@ def test_names_and_numbers():
             function(tree_clip().init(GRADS), 3)
 
 
-def test_names_that_collide():
+def test_metrics_number_equal_names():
     tx = optax.chain(tree_clip(), tree_clip(0.5), tree_clip(0.25, name=f"{CLIP}_1"))
     numbers = monitor.scalars(after(tx, GRADS))
     assert [numbers[f"{CLIP}{end}/threshold"] for end in ("", "_1", "_1_1")] == [1.0, 0.5, 0.25]
@@ -92,7 +92,7 @@ def test_names_that_collide():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("where", ["scan", "vmap", "tracked", "untracked", "explicit", "nnx"])
-def test_inside_of_what_is_compiled(where):
+def test_metrics_work_inside_compiled_functions(where):
     tx, steps = everything(tree_clip(0.5)), jax.tree.map(lambda x: jnp.stack([x, 2 * x]), GRADS)
     states = [after(tx, GRADS), after(tx, GRADS, jax.tree.map(lambda x: 2 * x, GRADS))]
 
@@ -149,7 +149,7 @@ def test_inside_of_what_is_compiled(where):
         (None, "NoneType, empty"),
     ],
 )
-def test_what_holds_no_record_is_an_error_that_says_what_came(function, given, said):
+def test_monitor_functions_without_record_raise(function, given, said):
     with pytest.raises(ValueError, match=rf"monitor.{function.__name__} takes.*{said}"):
         function(given)
 
@@ -162,7 +162,7 @@ def bare(tree):
     return {key: x for key, x in kept.items() if not isinstance(x, dict) or x}
 
 
-def test_dicts_are_states_if_they_have_their_fields():
+def test_monitor_reads_states_stored_as_dicts():
     inner = optaxclip.skip_above(optax.chain(tree_clip(), optax.sgd(0.1)), 9.0, loss_threshold=3.0)
     chain = monitor.record(3), optaxclip.clip_by_norm(0.5), monitor.noise_scale()
     state = optax.chain(*chain, optaxclip.scale_loss(inner)).init(GRADS)
@@ -178,7 +178,7 @@ def test_dicts_are_states_if_they_have_their_fields():
         monitor.read({"steps": 1, "info": {"norm": 1.0}})
 
 
-def test_scalars_over_steps():
+def test_scalars_report_last_step_and_counts():
     tx = optax.chain(tree_clip(4.0), skip_above(optax.trace(0.5), 1.0))
     small = jax.tree.map(lambda x: x / 8, GRADS)
     state = tx.init(GRADS)
@@ -200,7 +200,7 @@ def per_leaf_state(**columns):
     return state._replace(steps=jnp.int32(4), info=state.info._replace(**arrays))
 
 
-def test_scalars_of_many_entries():
+def test_scalars_report_worst_of_several_leaves():
     measured = {"norm": [8.0, 3.0, 0.1], "threshold": [4.0, 1.0, 1.0], "factor": [0.5, 0.25, 1.0]}
     state = per_leaf_state(**measured, num_clipped=[2, 4, 0], num_nonfinite=[0, 1, 3])
     expected = zip(NAMES, [3.0, 1.0, 0.25, 0.75, 1.0, 4.0, 3.0, 4.0], strict=True)
@@ -217,14 +217,14 @@ def test_scalars_of_many_entries():
         ([0.0, 0.0, 0.0], [np.inf, np.inf, np.inf], 0),
     ],
 )
-def test_the_worst_entry(norm, threshold, worst):
+def test_scalars_select_leaf_with_largest_excess(norm, threshold, worst):
     state = per_leaf_state(norm=norm, threshold=threshold, factor=[0.0, 1.0, 2.0])
     numbers = monitor.scalars(state)
     assert numbers[f"{LEAVES}/factor"] == worst
     np.testing.assert_array_equal(numbers[f"{LEAVES}/norm"], np.float32(norm[worst]))
 
 
-def test_of_ratios_that_differ_by_rounding_the_first_counts():
+def test_scalars_prefer_first_of_nearly_equal_ratios():
     thresholds = np.random.default_rng(0).uniform(0.1, 10.0, 300).astype(np.float32)
     state = per_leaf_state(norm=3 * thresholds, threshold=thresholds, factor=np.arange(300.0))
     assert assert_the_same(state)[f"{LEAVES}/factor"] == 0.0
@@ -232,7 +232,7 @@ def test_of_ratios_that_differ_by_rounding_the_first_counts():
     assert assert_the_same(state)[f"{LEAVES}/factor"] == 1.0
 
 
-def test_scalars_without_entries_and_under_vmap():
+def test_scalars_accept_empty_and_vmapped_states():
     empty = monitor.scalars(optaxclip.clip_by_norm(1.0).init({}))
     assert list(empty.values()) == [0.0, np.inf, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     tx = optaxclip.clip_by_norm(4.5)
@@ -243,7 +243,7 @@ def test_scalars_without_entries_and_under_vmap():
     assert numbers[f"{LEAVES}/clipped_fraction"] == 1
 
 
-def test_of_two_states_each_number_is_that_of_the_table():
+def test_scalars_reduce_vmapped_states_as_documented():
     """Whichever of them comes first."""
 
     def of(skipped, loss, threshold, scale, clipped, signal):
@@ -290,7 +290,7 @@ def test_of_two_states_each_number_is_that_of_the_table():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("leaves", [1, 1000])
-def test_one_transfer_a_call(monkeypatch, leaves):
+def test_scalars_need_single_transfer(monkeypatch, leaves):
     clip = optaxclip.clip_by_norm(1.0)
     state = optax.chain(clip, skip_nonfinite(optax.chain(clip, optax.sgd(1.0)))).init(
         {f"{i}": 0.0 for i in range(leaves)}

@@ -80,7 +80,7 @@ NESTINGS = {
 
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("nesting", NESTINGS)
-def test_read_finds_all(nesting):
+def test_read_finds_records_in_nested_states(nesting):
     make, keys, norm = NESTINGS[nesting]
     state = (tx := make()).init(GRADS)
     assert list(monitor.read(state)) == keys
@@ -94,14 +94,14 @@ def test_read_finds_all(nesting):
     assert len(monitor.scalars(state)) == sum(counts)
 
 
-def test_a_record_of_no_leaves_has_no_columns():
+def test_record_of_empty_tree_has_no_columns():
     state = monitor.record(scope=scopes.leaf()).init({})
     assert monitor.history_names(state) == ()
     assert state.ring.shape == (1000, 0)
     assert monitor.scalars(state) == {"record/norm": 0.0, "record/steps": 0.0}
 
 
-def test_each_label_of_a_record_has_its_largest_number_of_all_states():
+def test_record_reports_largest_norm_per_label():
     tx = monitor.record(scope=optaxclip.scopes.group({"b": "low", "w": "high"}))
     state = tx.init(GRADS)
     states = [state._replace(last={"norm": jnp.array(x)}) for x in ([4.0, 2.0], [3.0, 5.0])]
@@ -114,7 +114,7 @@ def test_each_label_of_a_record_has_its_largest_number_of_all_states():
         assert list(found.values()) == expected
 
 
-def test_rows_follow_one_another_after_more_steps_than_can_be_counted():
+def test_record_keeps_order_after_counter_saturates():
     tx = monitor.record(3)
     state, update = tx.init(GRADS)._replace(steps=jnp.int32(2**31 - 2)), jax.jit(tx.update)
     for size in (1.0, 2.0, 3.0, 4.0):
@@ -122,14 +122,14 @@ def test_rows_follow_one_another_after_more_steps_than_can_be_counted():
     np.testing.assert_array_equal(monitor.history(state), [2, 3, 4])
 
 
-def test_a_tree_whose_leaves_are_all_missing_has_the_norm_0():
+def test_record_of_missing_leaves_has_zero_norm():
     tx = monitor.record()
     state = tx.update({"b": None, "w": None}, tx.init(GRADS))[1]
     assert state.last["norm"].shape == ()
     assert state.last["norm"] == 0.0
 
 
-def test_a_loss_scale_is_that_of_one_state_that_sees_what_overflows():
+def test_loss_scale_requires_single_outer_state():
     tx = optaxclip.scale_loss(optax.sgd(0.1))
     state = tx.init(GRADS)
     assert monitor.loss_scale({"a": [state, tree_clip().init(GRADS)]}) == 2.0**15
@@ -144,13 +144,13 @@ def test_a_loss_scale_is_that_of_one_state_that_sees_what_overflows():
             monitor.loss_scale(states)
 
 
-def test_names_of_columns_that_are_lost():
+def test_history_names_raises_if_names_got_lost():
     lost = serialization.to_state_dict(monitor.record(scope=scopes.leaf()).init(GRADS))
     with pytest.raises(ValueError, match="the record has lost the names of its groups"):
         monitor.history_names(lost)
 
 
-def test_lists_dicts_and_what_is_no_state():
+def test_read_searches_lists_dicts_and_tuples():
     state = after(tree_clip(), GRADS)
     tree = {"a": [None, (state,)], "b": optax.EmptyState(), "c": optax.MaskedNode(), "d": 3}
     assert list(monitor.read(tree)) == [f"a/1/0/{CLIP}"]
@@ -168,7 +168,7 @@ class Pair(list):
         return cls(children)
 
 
-def test_no_record_is_lost_where_paths_look_alike():
+def test_read_keeps_records_with_similar_paths():
     state = after(tree_clip(), GRADS)
     infos = monitor.read({"a/b": state, "a": {"b": state}})
     assert list(infos) == [f"['a']['b']/{CLIP}", f"['a/b']/{CLIP}"]
@@ -181,7 +181,7 @@ def test_no_record_is_lost_where_paths_look_alike():
     assert [list(info.names) for info in infos.values()] == [["tree"], ["loss"], ["tree"]]
 
 
-def test_names_are_the_same_at_every_step_and_under_jit():
+def test_read_returns_same_names_under_jit():
     tx = skips()
     state, seen = tx.init(GRADS), []
 
@@ -202,20 +202,20 @@ def test_names_are_the_same_at_every_step_and_under_jit():
 
 
 @pytest.mark.parametrize("function", [monitor.scalars, monitor.history])
-def test_a_clear_error_under_jit(function):
+def test_scalars_and_history_under_jit_raise(function):
     state = after(optax.chain(tree_clip(), monitor.record(3)), GRADS)
     with pytest.raises(TypeError, match=r"under jit.*call it on the state that"):
         jax.jit(function)(state)
 
 
-def test_train_state():
+def test_monitor_reads_train_state():
     tx = optax.chain(tree_clip(), optax.sgd(0.1))
     state = TrainState.create(apply_fn=None, params=GRADS, tx=tx).apply_gradients(grads=GRADS)
     assert list(monitor.read(state)) == [f"opt_state/0/{CLIP}"]
     assert monitor.scalars(state)[f"{CLIP}/norm"] == pytest.approx(NORM)
 
 
-def test_nnx_optimizer_and_its_state():
+def test_monitor_reads_nnx_optimizer():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     tx = optax.chain(monitor.record(3), skip_nonfinite(optax.chain(tree_clip(), optax.sgd(0.1))))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -244,7 +244,7 @@ def sizes(steps, seed=0):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("per_leaf", [False, True])
-def test_history_is_the_last_norms(per_leaf):
+def test_history_returns_last_norms(per_leaf):
     steps, *norms = sizes(13)
     tx = monitor.record(window=5, scope=scopes.leaf() if per_leaf else None)
     state, update = tx.init({"b": jnp.zeros(3), "w": jnp.zeros((2, 2))}), jax.jit(tx.update)
@@ -262,7 +262,7 @@ def test_history_is_the_last_norms(per_leaf):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("per_leaf", [False, True])
-def test_record_in_scan_and_vmap(per_leaf):
+def test_record_works_in_scan_and_vmap(per_leaf):
     steps, *norms = sizes(8)
     tx = monitor.record(window=6, scope=scopes.leaf() if per_leaf else None)
     start = tx.init({name: x[0] for name, x in steps.items()})
@@ -275,7 +275,7 @@ def test_record_in_scan_and_vmap(per_leaf):
         monitor.history(states)
 
 
-def test_record_leaves_alone_what_it_sees_and_never_waits_for_the_device():
+def test_record_passes_updates_through():
     tx = monitor.record(window=2, scope=scopes.leaf())
     state = tx.update(GRADS, tx.init(GRADS))[1]
     with jax.transfer_guard("disallow"):

@@ -48,7 +48,7 @@ def after_steps(tokens, decay=0.999, steps=STEPS, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unequal", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_within_three_percent_of_what_is_known(unequal):
+def test_noise_scale_estimates_known_covariance(unequal):
     tokens = jnp.ones(LARGE)
     options = {}
     if unequal:
@@ -66,7 +66,7 @@ def test_within_three_percent_of_what_is_known(unequal):
 
 
 @pytest.mark.slow
-def test_clipped_microbatches_have_the_noise_of_what_is_left():
+def test_noise_scale_measures_clipped_microbatches():
     """All brought to one norm: what they differ in is direction alone, at each step."""
     tokens = jnp.ones(LARGE)
     state, _ = after_steps(tokens, steps=100, clip=0.01)
@@ -86,7 +86,7 @@ def run(tx, *given):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, np.float32(0.9)])
-def test_averages_begin_evenly_and_forget(decay):
+def test_noise_scale_averages_with_decay(decay):
     given = [(1.0, 10.0), (2.0, 5.0), (-1.0, 7.0), (4.0, 1.0)]
     state = run(monitor.noise_scale(decay), *(sums(*x) for x in given))
     counts = float(decay) ** np.arange(4)[::-1]
@@ -96,7 +96,7 @@ def test_averages_begin_evenly_and_forget(decay):
     assert int(state.steps) == 4
 
 
-def test_sums_that_are_not_finite_do_not_count():
+def test_noise_scale_ignores_nonfinite_sums():
     tx = monitor.noise_scale(0.9)
     bad = [sums(np.nan, 1.0), sums(1.0, np.inf), sums(np.nan, np.nan)]
     good = [sums(2.0, 8.0), sums(1.0, 5.0)]
@@ -110,11 +110,11 @@ def test_sums_that_are_not_finite_do_not_count():
     ("signal", "variance", "scale"),
     [(-1.0, 2.0, np.inf), (0.0, 0.0, np.inf), (2.0, -1.0, 0.0), (0.5, 1.0, 2.0)],
 )
-def test_sums_in_which_little_signal_or_no_noise_shows(signal, variance, scale):
+def test_noise_scale_handles_nonpositive_sums(signal, variance, scale):
     assert run(monitor.noise_scale(), sums(signal, variance)).scale == scale
 
 
-def test_it_is_among_the_numbers_of_a_log():
+def test_scalars_contain_noise_scale():
     tx = optax.chain(monitor.noise_scale(0.9, name="batch"), optax.sgd(0.1))
     state = tx.init(jnp.zeros(2))
     state = tx.update(jnp.ones(2), state, noise=sums(2.0, 8.0))[1]
@@ -126,7 +126,7 @@ def test_it_is_among_the_numbers_of_a_log():
     assert monitor.scalars(seeds) == expected
 
 
-def test_the_state_is_the_same_at_every_step():
+def test_noise_scale_keeps_state_structure():
     tx, traced = monitor.noise_scale(), []
 
     @jax.jit
@@ -158,6 +158,6 @@ def test_the_state_is_the_same_at_every_step():
         (lambda: run(monitor.noise_scale(), 3.0), TypeError, "noise must be the NoiseSums"),
     ],
 )
-def test_bad_input(make, kind, message):
+def test_noise_scale_rejects_invalid_arguments(make, kind, message):
     with pytest.raises(kind, match=message):
         make()

@@ -24,7 +24,7 @@ def recorded(scope, *steps, params=PARAMS):
     return monitor.history(state)
 
 
-def test_of_each_leaf_and_of_all():
+def test_record_ratio_compares_updates_with_params():
     steps = (
         UPDATES,
         UPDATES | {"b": jnp.full(2, 0.5), "v": UPDATES["v"] * 4},
@@ -36,7 +36,7 @@ def test_of_each_leaf_and_of_all():
     np.testing.assert_allclose(recorded(scopes.tree(), *steps[:2]), norms / np.sqrt(26), rtol=1e-6)
 
 
-def test_of_any_range_and_of_what_is_not_finite():
+def test_record_ratio_survives_extremes_and_nonfinite_updates():
     params = {"far": jnp.full(1, 1e30), "near": jnp.full(1, 1e-30), "bad": jnp.ones(1)}
     updates = {"far": jnp.full(1, 1e33), "near": jnp.full(1, 1e-33), "bad": jnp.full(1, jnp.nan)}
     found = recorded(scopes.leaf(), updates, params=params)
@@ -45,7 +45,7 @@ def test_of_any_range_and_of_what_is_not_finite():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("per_leaf", [True, False])
-def test_of_leaves_that_are_split(per_leaf):
+def test_record_ratio_accepts_sharded_leaves(per_leaf):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     params = {"b": jnp.arange(8.0), "w": jnp.arange(16.0)}
 
@@ -69,7 +69,7 @@ def test_of_leaves_that_are_split(per_leaf):
     np.testing.assert_allclose(recorded_of(P("x"), axis_name="x"), norms, rtol=1e-6)
 
 
-def test_it_says_what_it_needs():
+def test_record_ratio_requires_params():
     tx = monitor.record(stats="ratio", name="moves")
     with pytest.raises(
         ValueError, match=r"moves: .*\['ratio'\] need.*update\(updates, state, params\)"

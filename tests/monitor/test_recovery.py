@@ -19,7 +19,7 @@ def page():
 
 
 @pytest.mark.slow
-def test_without_recovery_the_run_is_ruined(page):
+def test_recovery_page_run_fails_without_recovery(page):
     before = page["nothing"][BEFORE]
     assert page["nothing"][AFTER - 1] > 3 * before
     assert min(page["nothing"][AFTER : AFTER + 10]) > before + 0.1  # a hundred good steps later
@@ -27,7 +27,7 @@ def test_without_recovery_the_run_is_ruined(page):
 
 
 @pytest.mark.slow
-def test_with_recovery_it_is_back_at_once(page):
+def test_recovery_page_run_succeeds_with_recovery(page):
     before = page["nothing"][BEFORE]
     np.testing.assert_array_equal(page["recovering"][:AFTER], page["skipping"][:AFTER])
     assert max(page["recovering"][AFTER + 1 :]) < before + 0.05
@@ -35,25 +35,25 @@ def test_with_recovery_it_is_back_at_once(page):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_cut_off_reads_on_where_it_was(page, tmp_path):
+def test_recovery_page_run_resumes_after_interruption(page, tmp_path):
     begun = page["train"](page["skip"], recovers=True, folder=tmp_path, steps=200)
     then = page["train"](page["skip"], recovers=True, folder=tmp_path, steps=240)
     np.testing.assert_array_equal(begun + then, page["recovering"][:24])
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_the_error_says_so(page, monkeypatch):
+def test_recovery_page_run_raises_without_checkpoint(page, monkeypatch):
     monkeypatch.setitem(page, "SAVE_EVERY", 10**6)
     with pytest.raises(RuntimeError, match="no checkpoint is left"):
         page["train"](page["skip"], recovers=True)
 
 
-def test_where_going_back_cannot_help(capsys):
+def test_recovery_page_prints_repeated_rollbacks(capsys):
     shown_code.run(IN_VAIN, PAGE)
     assert capsys.readouterr().out.splitlines() == ["roll back", "roll back", "ok"]
 
 
-def test_a_bad_batch_is_found_by_its_step():
+def test_recovery_page_finds_bad_batch_by_step():
     pytest.importorskip("matplotlib")
     found = shown_code.run(EVENTS, PAGE)
     assert found["steps"].tolist() == [37, 52]
@@ -62,7 +62,7 @@ def test_a_bad_batch_is_found_by_its_step():
     assert set(found["events"]["verdict"]) == {"taken", "clipped", "skipped"}
 
 
-def test_a_bad_batch_is_found_in_grain():
+def test_recovery_page_finds_bad_batch_in_grain():
     grain = pytest.importorskip("grain")
     found = shown_code.run(GRAIN, PAGE)
     examples, batch = found["examples"], found["batch"]

@@ -52,7 +52,7 @@ def counted(numbers):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kept", ["state", "counts"])
-def test_counts_and_shares_are_those_of_the_steps_between(kept):
+def test_since_counts_steps_after_earlier_state(kept):
     tx = chain()
     every = states(tx, LARGE, LARGE, BAD, GRADS, BAD, LARGE, GRADS, GRADS, GRADS)
     earlier, state = every[3], every[-1]
@@ -78,19 +78,19 @@ def test_counts_and_shares_are_those_of_the_steps_between(kept):
     assert line["step"] == 9
 
 
-def test_counts_within_a_compiled_step():
+def test_counts_under_jit_match_eager_counts():
     state = chain().init(GRADS)
     found = jax.jit(monitor.counts)(state)
     jax.tree.map(np.testing.assert_array_equal, found, monitor.counts(state))
 
 
-def test_since_the_beginning_is_as_without():
+def test_since_initial_state_changes_nothing():
     first, *_, state = states(chain(), LARGE, BAD, GRADS)
     assert monitor.scalars(state, since=first) == monitor.scalars(state)
     assert monitor.scalars(first, since=first) == monitor.scalars(first)
 
 
-def test_no_steps_between_and_a_later_state():
+def test_since_accepts_same_or_later_state():
     every = states(chain(), LARGE, LARGE, GRADS)
     same = monitor.scalars(every[2], since=every[2])
     assert not any(counted(same).values())
@@ -103,7 +103,7 @@ def test_no_steps_between_and_a_later_state():
     np.testing.assert_equal(back, {x: float(inside[x]) for x in back})
 
 
-def test_states_under_vmap_and_in_scan():
+def test_since_works_under_vmap_and_scan():
     tx, sizes = optaxclip.clip_by_global_norm(1.0), jnp.array([[0.5, 2.0], [2.0, 2.0], [0.5, 3.0]])
 
     @jax.jit
@@ -124,7 +124,7 @@ def test_states_under_vmap_and_in_scan():
     np.testing.assert_array_equal(log["clip_by_global_norm/clipped_fraction"], sizes > 1)
 
 
-def test_the_state_may_be_gone_by_the_next_log():
+def test_since_rejects_donated_states():
     tx = optaxclip.clip_by_global_norm(6.0)
     step = jax.jit(tx.update, donate_argnums=1)
     _, state = step(LARGE, tx.init(GRADS))
@@ -139,7 +139,7 @@ def test_the_state_may_be_gone_by_the_next_log():
                 function(state, since=each)
 
 
-def test_an_optimizer_that_changes_in_place():
+def test_counts_survive_in_place_optimizer_updates():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optaxclip.clip_by_global_norm(0.1), wrt=nnx.Param)
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
@@ -163,7 +163,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_the_state_of_another_optimizer(case):
+def test_since_rejects_state_of_other_optimizer(case):
     since, said = OTHERS[case]
     for function in (monitor.scalars, monitor.metrics):
         with pytest.raises(ValueError, match=rf"since must be an earlier state of .*{said}"):
@@ -171,7 +171,7 @@ def test_the_state_of_another_optimizer(case):
 
 
 @pytest.mark.slow
-def test_the_norm_that_went_on():
+def test_clipped_norm_reports_norm_after_clipping():
     def numbers(tx, grads):
         found = monitor.scalars(jax.jit(tx.update)(grads, tx.init(GRADS))[1])
         return [x for name, x in found.items() if name.endswith("clipped_norm")]

@@ -130,7 +130,7 @@ def is_as_in_numpy(state, of_tree, parts):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", TREES | WIDE_TREES)
-def test_all_as_in_numpy(name):
+def test_statistics_match_numpy_for_all_scopes(name):
     is_wide = name in WIDE_TREES
     of_tree = (WIDE_TREES if is_wide else TREES)[name]
     with jax.enable_x64(is_wide):
@@ -154,17 +154,17 @@ def are_cosines_right(sizes):
 
 
 @pytest.mark.usefixtures("x64")
-def test_cosines_of_gradients_and_parameters_of_any_size():
+def test_cosine_stays_exact_at_extreme_magnitudes():
     are_cosines_right(10.0 ** np.arange(-290, 291, 58))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("platform")
-def test_cosines_of_any_size_on_every_platform():
+def test_cosine_stays_exact_on_all_platforms():
     are_cosines_right(np.float32(10) ** np.float32(range(-36, 37, 4)))
 
 
-def test_no_cosine_leaves_its_bounds():
+def test_cosine_never_leaves_unit_interval():
     """Along one line they are a rounding away from 1 and -1, and never beyond."""
     rng = np.random.default_rng(0)
     params = np.float32(rng.normal(size=(300, 3)))
@@ -177,7 +177,7 @@ def test_no_cosine_leaves_its_bounds():
 
 
 @pytest.mark.slow
-def test_of_units_each_leaf_has_the_largest():
+def test_statistics_report_largest_unit_of_leaf():
     tx = monitor.record(2, scope=scopes.axes(0), stats=STATS)
     grads = {"m": jnp.array([[3.0, 0.0], [4.0, -1.0]]), "n": jnp.zeros((2, 0))}
     params = {"m": jnp.array([[3.0, 2.0], [4.0, 0.0]]), "n": jnp.zeros((2, 0))}
@@ -205,7 +205,7 @@ def test_of_units_each_leaf_has_the_largest():
 
 
 @pytest.mark.slow
-def test_missing_and_empty_leaves_integers_and_zeros():
+def test_statistics_handle_missing_empty_and_zero_leaves():
     params = {"a": jnp.ones(2), "b": jnp.ones(3), "e": jnp.ones((0, 4)), "z": jnp.zeros(2)}
     grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0, 0, 0]), "e": params["e"]}
     grads |= {"z": jnp.zeros(2), "i": jnp.arange(3)}
@@ -237,7 +237,7 @@ def test_missing_and_empty_leaves_integers_and_zeros():
     assert found == dict.fromkeys(STATS, 0.0) | {"zero_fraction": 1.0}
 
 
-def test_gradients_that_are_not_finite():
+def test_statistics_report_nonfinite_gradients():
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     tx = monitor.record(4, scope=scopes.leaf(), stats=STATS)
     state, update = tx.init(params), jax.jit(tx.update)
@@ -259,7 +259,7 @@ def test_gradients_that_are_not_finite():
         np.testing.assert_allclose(found, expected[stat], rtol=1e-6, err_msg=stat)
 
 
-def test_shares_of_norms_that_are_huge_or_tiny():
+def test_share_survives_overflowing_and_underflowing_squares():
     """The sum of the norms, and the square of each, leave the range."""
     tx = monitor.record(2, scope=scopes.axes(-1), stats="share")
     state, update = (
@@ -273,7 +273,7 @@ def test_shares_of_norms_that_are_huge_or_tiny():
 
 
 @pytest.mark.slow
-def test_another_norm_is_that_of_norms_and_of_nothing_else():
+def test_norm_argument_changes_only_norm_statistics():
     grads, params = TREES["float32"]
     usual, other = (monitor.record(2, stats=STATS, norm=norm) for norm in ("l2", "l1"))
     ours, theirs = (
@@ -290,7 +290,7 @@ def test_another_norm_is_that_of_norms_and_of_nothing_else():
         np.testing.assert_array_equal(theirs[stat], ours[stat])
 
 
-def test_sparse_gradients_beside_dense_parameters():
+def test_statistics_accept_sparse_gradients():
     from jax.experimental.sparse import BCOO
 
     # Twice at one place, and once outside, which is padding.
@@ -307,7 +307,7 @@ def test_sparse_gradients_beside_dense_parameters():
         np.testing.assert_allclose(found[stat], expected[stat], rtol=1e-6, err_msg=stat)
 
 
-def test_the_cosine_with_sparse_parameters():
+def test_cosine_accepts_sparse_params():
     from jax.experimental.sparse import BCOO
 
     params = BCOO((jnp.array([1.0, 2.0]), jnp.array([[1], [3]])), shape=(5,))
@@ -318,7 +318,7 @@ def test_the_cosine_with_sparse_parameters():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("names", [("zero_fraction",), ("share", "ratio"), STATS])
-def test_in_scan_vmap_and_one_program(names):
+def test_statistics_work_in_scan_and_vmap(names):
     params = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
     rng = np.random.default_rng(0)
     steps = {x: rng.normal(size=(5, *y.shape)).astype(np.float32) for x, y in params.items()}

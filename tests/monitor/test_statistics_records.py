@@ -26,7 +26,7 @@ def after(tx, *steps):
     return state
 
 
-def test_parameters_that_are_missing():
+def test_param_statistics_require_params():
     tx = monitor.record(3, stats=("norm", "cosine_param", "ratio"), name="mine")
     needed = re.escape("mine: the statistics ['cosine_param', 'ratio'] need the parameters; pass")
     with pytest.raises(ValueError, match=f"^{needed}"):
@@ -38,7 +38,7 @@ def test_parameters_that_are_missing():
         tx.update(GRADS, tx.init(PARAMS), {"body": PARAMS["body"]})
 
 
-def test_the_state_of_another_record():
+def test_record_rejects_state_of_other_record():
     state = monitor.record(3, stats="max").init(PARAMS)
     said = re.escape(
         "holds the statistics ['max'], and this record keeps ['norm']; if the state is from"
@@ -47,7 +47,7 @@ def test_the_state_of_another_record():
         monitor.record(3).update(GRADS, state)
 
 
-def test_history_chooses_a_statistic():
+def test_history_selects_statistic():
     state = after(monitor.record(3, stats=("max", "norm")), GRADS)
     np.testing.assert_array_equal(monitor.history(state), [5.0])
     np.testing.assert_array_equal(monitor.history(state, stat="max"), [4.0])
@@ -59,7 +59,7 @@ def test_history_chooses_a_statistic():
         monitor.history(state, stat="mean_ab")
 
 
-def test_states_under_vmap():
+def test_statistics_metrics_accept_vmapped_states():
     tx = monitor.record(2, scope=LAYERS, stats=("max", "share"))
     sizes = jnp.array([1.0, 3.0, 2.0])
     step = jax.vmap(lambda x: tx.update(jax.tree.map(lambda g: g * x, GRADS), tx.init(PARAMS))[1])
@@ -68,7 +68,7 @@ def test_states_under_vmap():
     assert jax.jit(monitor.metrics)(states)["record/max"] == 12.0
 
 
-def test_names_that_flax_and_optax_do_not_keep():
+def test_statistics_survive_lost_names():
     stats = ("max", "norm", "share")
     tx = optax.chain(monitor.record(3, scope=LAYERS, stats=stats), optax.sgd(0.1))
     state = after(tx, GRADS, GRADS)
@@ -85,7 +85,7 @@ def test_names_that_flax_and_optax_do_not_keep():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.axes(0)], ids=["leaf", "axes"])
-def test_a_bad_leaf_is_the_worst_and_a_missing_one_is_not_there(scope):
+def test_statistics_report_nonfinite_and_missing_leaves(scope):
     stats = ("norm", "max", "mean_abs", "share", "ratio", "cosine_param")
     tx = monitor.record(2, scope=scope, stats=stats)
     bad = {"body": GRADS["body"].at[0, 1].set(jnp.nan), "head": GRADS["head"]}

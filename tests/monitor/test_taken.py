@@ -103,7 +103,7 @@ def flags_of_steps(tx, grads, losses):
     return jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), (grads, losses))[1]
 
 
-def test_each_skip_in_a_scan():
+def test_step_was_applied_reports_skips_in_scan():
     @jax.jit
     def run(grads, losses):
         return {name: flags_of_steps(tx, grads, losses)[0] for name, tx in TRANSFORMATIONS.items()}
@@ -113,7 +113,7 @@ def test_each_skip_in_a_scan():
         assert {*np.flatnonzero(~flags).tolist()} == CASES[name][1], name
 
 
-def test_it_agrees_with_what_the_parameters_do_under_vmap():
+def test_step_was_applied_agrees_with_updates_under_vmap():
     scales = np.float32([1.0, 0.1, 10.0])
     grads = jax.tree.map(lambda x: scales.reshape(3, *[1] * x.ndim) * x, gradients())
     tx = TRANSFORMATIONS["above, taken after all"]
@@ -127,7 +127,7 @@ def test_it_agrees_with_what_the_parameters_do_under_vmap():
     assert monitor.step_was_applied(states).tolist() == [False, True, False]
 
 
-def test_on_eight_devices():
+def test_step_was_applied_works_in_shard_map():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = skip_nonfinite(sgd())
 
@@ -142,7 +142,7 @@ def test_on_eight_devices():
         assert jnp.all(kept == expected)
 
 
-def test_before_the_first_step_nothing_was_skipped():
+def test_step_was_applied_returns_true_before_first_step():
     for name in ("nonfinite", "partition", "in MultiSteps that leaves out"):
         assert monitor.step_was_applied(TRANSFORMATIONS[name].init(PARAMS)), name
     flag = jnp.array(False)
@@ -155,7 +155,7 @@ def test_before_the_first_step_nothing_was_skipped():
 
 
 @pytest.mark.slow
-def test_in_flax():
+def test_step_was_applied_works_with_flax():
     tx = skip_nonfinite(optax.MultiSteps(skip_above(sgd(), 4.0), 2))
     state, expected = tx.init(PARAMS), []
     update = jax.jit(tx.update)
@@ -181,7 +181,7 @@ def test_in_flax():
     ]
 
 
-def test_without_a_skip_the_error_says_what_came():
+def test_step_was_applied_without_skip_raises():
     for tx in (optaxclip.clip_by_global_norm(1.0), sgd(), optax.apply_if_finite(sgd(), 3)):
         with pytest.raises(
             ValueError, match=r"monitor\.step_was_applied .* finds none in what it got: \w+"

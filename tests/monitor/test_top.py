@@ -50,7 +50,7 @@ def column(found, name, field, count=3):
     return [found[f"{name}/top/{i}/{field}"] for i in range(count)]
 
 
-def test_the_worst_leaves_come_first():
+def test_top_lists_worst_leaves_first():
     state = after(chain(), GRADS)
     found, inside = both(state, 3)
     plain = monitor.scalars(state)
@@ -76,7 +76,7 @@ def test_the_worst_leaves_come_first():
     assert line["record/top/0/norm"] == 30.0
 
 
-def test_there_are_no_more_than_all():
+def test_top_lists_at_most_all_leaves():
     state = after(optaxclip.clip_by_norm(1.0), GRADS)
     found, _ = both(state, 9, prefix="train/")
     assert column(found, "train/clip_by_norm", "name", 4) == ["b", "d", "a", "c"]
@@ -84,12 +84,12 @@ def test_there_are_no_more_than_all():
     assert found.keys() == monitor.scalars(state, "train/", top=4).keys()
 
 
-def test_equal_ones_come_in_the_order_of_their_names_each_once():
+def test_top_orders_equal_leaves_by_name():
     state = after(monitor.record(2, scope=scopes.leaf()), dict.fromkeys("abcd", jnp.zeros(1)))
     assert column(both(state, 4)[0], "record", "name", 4) == [*"abcd"]
 
 
-def test_what_is_not_finite_comes_first_and_what_is_missing_last():
+def test_top_lists_nonfinite_first_and_missing_last():
     tx = monitor.record(2, scope=scopes.leaf())
     bad = GRADS | {"a": None, "c": jnp.full(2, jnp.nan), "d": jnp.full(2, jnp.inf)}
     found, _ = both(after(tx, bad), 4)
@@ -100,7 +100,7 @@ def test_what_is_not_finite_comes_first_and_what_is_missing_last():
 
 
 @pytest.mark.slow
-def test_of_states_under_vmap_each_leaf_counts_once():
+def test_top_counts_leaves_once_across_vmapped_states():
     def step(size):
         tx = optax.chain(monitor.record(2, scope=scopes.leaf()), optaxclip.clip_by_norm(1.0))
         grads = {name: size * x for name, x in GRADS.items()} | {"c": 5 / size * GRADS["c"]}
@@ -115,7 +115,7 @@ def test_of_states_under_vmap_each_leaf_counts_once():
 @pytest.mark.parametrize(
     "kind", slow_unless(lambda kind: kind == AxisType.Explicit, [AxisType.Auto, AxisType.Explicit])
 )
-def test_on_a_mesh(kind):
+def test_top_works_on_mesh(kind):
     mesh = jax.make_mesh((2,), ("x",), (kind,))
     tx = optax.chain(monitor.record(2, scope=scopes.leaf()), optaxclip.clip_by_norm(1.0))
     with jax.set_mesh(mesh):
@@ -127,7 +127,7 @@ def test_on_a_mesh(kind):
     )
 
 
-def test_wrong_use():
+def test_top_rejects_invalid_values():
     state = after(optax.chain(monitor.record(2), optaxclip.clip_by_global_norm(1.0)), GRADS)
     for function in (monitor.scalars, monitor.metrics):
         with pytest.raises(ValueError, match=r"^top=3 asks .*put monitor\.record\(scope=scopes"):

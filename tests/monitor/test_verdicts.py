@@ -41,7 +41,7 @@ STEPS = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", ["l2", "l1", "linf", norms.lp(3)], ids=["l2", "l1", "linf", "l3"])
-def test_the_leaves_that_a_step_was_skipped_for(norm):
+def test_bad_leaves_names_leaves_of_skipped_step(norm):
     tx = skip_above(optax.sgd(1.0), 7.5 if norm == "l1" else 5.95, norm=norm)
     trees = stack(*(tree for tree, _ in STEPS.values()))
     run = jax.jit(jax.vmap(lambda tree: tx.update(tree, tx.init(GRADS))[1]))
@@ -54,7 +54,7 @@ def test_the_leaves_that_a_step_was_skipped_for(norm):
     assert monitor.bad_leaves(states) == ("a", "b/0", "c")
 
 
-def test_a_step_that_is_taken_after_all_names_no_leaf():
+def test_step_status_reports_step_applied_after_skips():
     both = {NAN: skip_nonfinite(optax.sgd(1.0), 1), 9.0: skip_above(optax.sgd(1.0), 6.0, 1)}
 
     @jax.jit
@@ -75,7 +75,7 @@ def test_a_step_that_is_taken_after_all_names_no_leaf():
 
 
 @pytest.mark.slow
-def test_they_stay_until_another_step_is_skipped():
+def test_bad_leaves_persist_until_next_skip():
     tx = optax.chain(skip_above(optax.sgd(1.0), 6.0, loss_threshold=1.0), optax.scale(1.0))
     state, seen = tx.init(GRADS), []
     update = jax.jit(tx.update)
@@ -99,7 +99,7 @@ def test_they_stay_until_another_step_is_skipped():
 
 
 @pytest.mark.slow
-def test_groups_that_were_not_finite():
+def test_bad_leaves_names_nonfinite_groups():
     bad = {"a": jnp.array([NAN, 1.0]), "m": jnp.ones((2, 2)).at[0, 1].set(INF), "v": jnp.ones(2)}
     chains = {
         "leaf": (optaxclip.clip_by_norm(1.0), ("a", "m")),
@@ -122,7 +122,7 @@ def test_groups_that_were_not_finite():
     assert monitor.bad_leaves(jax.jit(probe.update)(bad, probe.init(bad))[1]) == ("a", "m")
 
 
-def test_on_eight_devices():
+def test_bad_leaves_works_in_shard_map():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"a": P(), "b": P(), "c": P("x")}
     tx = skip_above(optax.sgd(1.0), 6.0, specs=specs)
@@ -160,7 +160,7 @@ RUNS = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", RUNS)
-def test_verdicts(name):
+def test_step_status_follows_skips_in_run(name):
     make, trees, expected = RUNS[name]
     tx = make()
     update, state, seen = jax.jit(tx.update), tx.init(GRADS), []
@@ -171,7 +171,7 @@ def test_verdicts(name):
     assert seen == expected
 
 
-def test_verdicts_of_losses_and_under_vmap():
+def test_step_status_considers_losses_and_vmapped_states():
     tx = skip_above(optax.sgd(1.0), 6.0, loss_threshold=1.0)
     run = jax.jit(jax.vmap(lambda loss: tx.update(OK, tx.init(GRADS), value=loss)[1]))
     assert monitor.step_status(run(jnp.array([0.0, -5.0]))) == "ok"
@@ -189,7 +189,7 @@ def test_verdicts_of_losses_and_under_vmap():
     assert monitor.step_status(stack(state, lost)) == "roll back"  # if one of the two is lost
 
 
-def test_errors_say_what_to_do():
+def test_step_status_errors_explain_remedy():
     state = skip_nonfinite(optax.sgd(1.0)).init(GRADS)
     of_tree = optaxclip.clip_by_global_norm(1.0).init(GRADS)
     with pytest.raises(ValueError, match=r"keeps which leaves were bad: put skip_nonfinite"):

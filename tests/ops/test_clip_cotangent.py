@@ -114,7 +114,7 @@ CASES += [("scan", "value"), ("scan", "axes"), ("vmap", "axes")]
 @pytest.mark.parametrize(
     ("loop", "kind"), slow_unless(lambda loop, kind: loop == "scan" and kind != "axes", CASES)
 )
-def test_first_and_second_derivatives_are_those_by_hand(loop, kind):
+def test_clip_cotangent_derivatives_match_manual_backpropagation(loop, kind):
     loss, by_hand = loss_with(LOOPS[loop], kind), functools.partial(gradients_by_hand, kind)
 
     def both(weights, start, threshold):
@@ -142,7 +142,7 @@ def test_first_and_second_derivatives_are_those_by_hand(loop, kind):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-def test_forward_mode_is_the_identity():
+def test_clip_cotangent_acts_as_identity_in_forward_mode():
     loss = loss_with(lax.scan, "norm")
 
     def both(weights, start):
@@ -158,7 +158,7 @@ def test_forward_mode_is_the_identity():
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)
 
 
-def test_a_derivative_that_the_clip_has_no_part_in_keeps_it_for_the_next():
+def test_clip_cotangent_keeps_clipping_in_second_derivative():
     def total(loop, by, x):
         def step(carry, _):
             h, found = carry
@@ -203,7 +203,7 @@ TREE = {
 
 
 @pytest.mark.slow
-def test_each_leaf_by_itself_and_the_tree_as_it_was():
+def test_clip_cotangent_clips_leaves_separately():
     out = clip_cotangent(TREE, clip_norm=1.0)
     assert jax.tree.structure(out) == jax.tree.structure(TREE)
     for name, leaf in TREE.items():
@@ -241,7 +241,7 @@ EXACT = [
 ]
 
 
-def test_norms_are_exact_over_the_whole_range_in_every_dtype():
+def test_clip_cotangent_survives_extreme_magnitudes():
     cotangents = [jnp.asarray(entries, dtype) for entries, dtype, *_ in EXACT]
     thresholds = [jnp.float32(threshold) for *_, threshold, _ in EXACT]
 
@@ -259,7 +259,7 @@ def test_norms_are_exact_over_the_whole_range_in_every_dtype():
         np.testing.assert_allclose(np.asarray(found, np.float64), wide, rtol=rtol)
 
 
-def test_by_axes_and_by_value():
+def test_clip_cotangent_clips_by_axes_and_value():
     x, d = np.ones((2, 2), np.float32), np.float32([[3, 4], [0.3, 0.4]])
     found = coming_back(x, d, clip_norm=1.0, axes=-1)
     np.testing.assert_allclose(found, [[0.6, 0.8], [0.3, 0.4]])
@@ -271,7 +271,7 @@ def test_by_axes_and_by_value():
     np.testing.assert_array_equal(found, 0 * d)
 
 
-def test_of_a_sparse_leaf_the_stored_entries():
+def test_clip_cotangent_clips_stored_sparse_elements():
     x = BCOO((jnp.ones(2), np.int32([[1], [1]])), shape=(3,))
 
     def loss(data):
@@ -281,14 +281,14 @@ def test_of_a_sparse_leaf_the_stored_entries():
     np.testing.assert_allclose(jax.grad(loss)(x.data), [0.5**0.5] * 2, rtol=1e-6)
 
 
-def test_what_is_not_finite_by_policy():
+def test_clip_cotangent_applies_nonfinite_policies():
     d = np.float32([3, NAN])
     for policy, expected in (("nan", [NAN, NAN]), ("zero", [0, 0]), ("mask", [1, 0])):
         found = coming_back(np.ones(2, np.float32), d, clip_norm=1.0, nonfinite=policy)
         np.testing.assert_array_equal(found, expected)
 
 
-def test_the_error_of_checkify_names_the_leaf():
+def test_clip_cotangent_reports_leaf_to_checkify():
     def loss(h, by):
         def step(h, _):
             return clip_cotangent({"h": h}, clip_norm=1.0, nonfinite="error")["h"], None
@@ -338,14 +338,14 @@ def by_example(thresholds, axis_name=None):
     return ways(jnp.ones(2), EXAMPLES, jnp.asarray(thresholds))
 
 
-def test_under_vmap_each_example_is_clipped_by_itself():
+def test_clip_cotangent_under_vmap_clips_examples_separately():
     expected = np.float32([[1.8, 2.4], [0.3, 0.4], [-0.6, 0.8]])
     for name, found in by_example([3.0, 1.0, 1.0]).items():
         wanted = expected.sum(0) if name.startswith("the sum") else expected
         np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=name)
 
 
-def test_over_the_batch_by_the_name_of_its_axis():
+def test_clip_cotangent_with_axis_name_clips_batch():
     norm = np.sqrt(np.sum(np.float64(EXAMPLES) ** 2))
     for name, found in by_example([1.0] * 3, axis_name="n").items():
         wanted = EXAMPLES / norm
@@ -355,7 +355,7 @@ def test_over_the_batch_by_the_name_of_its_axis():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["vmap", "ghost"])
-def test_in_losses_of_single_examples(method):
+def test_clip_cotangent_works_in_per_example_losses(method):
     def loss(params, x):
         h = clip_cotangent(jnp.tanh(x @ params["w"]), clip_norm=0.1)
         return jnp.sum((h @ params["v"]) ** 2) + jnp.sum(
@@ -373,7 +373,7 @@ def test_in_losses_of_single_examples(method):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), total, expected)
 
 
-def test_linear_transpose_and_eager_mode():
+def test_clip_cotangent_supports_linear_transpose_and_eager_mode():
     x = jnp.float32([3, 4])
     transposed = jax.linear_transpose(lambda x: clip_cotangent(x, clip_norm=1.0), x)
     np.testing.assert_allclose(transposed(x)[0], [0.6, 0.8], rtol=1e-6)

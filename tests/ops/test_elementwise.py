@@ -45,7 +45,7 @@ def test_a_threshold_that_only_float64_holds(x64):
         assert update == pytest.approx(3e38 if not x64 else 1e300)
 
 
-def test_a_whole_number_above_all_floats_is_infinite():
+def test_integer_threshold_above_all_floats_acts_as_infinity():
     tx = optaxclip.clip_by_global_norm(10**400)
     assert tx.update(jnp.ones(2), None)[0].tolist() == [1.0, 1.0]
     assert ops.clip_by_norm(jnp.ones(2), 10**400).tolist() == [1.0, 1.0]
@@ -64,7 +64,7 @@ KINDS = [jnp.int32, jnp.int16, np.int64, np.int16]
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", ENTRIES, ids=lambda dtype: dtype.__name__)
-def test_whole_bounds_beyond_the_range_of_a_leaf(dtype):
+def test_clip_by_value_accepts_integer_bounds_beyond_dtype(dtype):
     tree, compiled = jnp.array(ENTRIES[dtype], dtype), jax.jit(ops.clip_by_value)
     least, largest = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     for low, high in BOUNDS:
@@ -84,7 +84,7 @@ def test_whole_bounds_beyond_the_range_of_a_leaf(dtype):
 
 
 @pytest.mark.usefixtures("x64")
-def test_bounds_of_64_bits_keep_all_their_digits():
+def test_clip_by_value_keeps_digits_of_int64_bounds():
     tree = jnp.array([-(2**63), 2**62 + 3, 2**63 - 1])
     for kind in (int, jnp.int64, np.int64):
         found = ops.clip_by_value(tree, kind(-(2**62) - 1), kind(2**62 + 1))
@@ -98,7 +98,7 @@ def test_bounds_of_64_bits_keep_all_their_digits():
     ("shape", "bad"), [((2, 3, 1), (2,)), ((1, 2), (2, 2)), ((), (1,)), ((3,), (2,))]
 )
 @pytest.mark.parametrize("argument", ["clip_value_min", "clip_value_max"])
-def test_a_bound_must_fit_and_never_grows_a_leaf(shape, bad, argument):
+def test_clip_by_value_rejects_bounds_of_wrong_shape(shape, bad, argument):
     bounds = {"clip_value_min": 0.0, "clip_value_max": 1.0, argument: jnp.zeros(bad)}
     shapes = f"shape {re.escape(str(shape))}, got shape {re.escape(str(bad))}; pass"
     message = f"^{argument} must broadcast to leaf 'w' of {shapes}"
@@ -106,7 +106,7 @@ def test_a_bound_must_fit_and_never_grows_a_leaf(shape, bad, argument):
         ops.clip_by_value({"w": jnp.zeros(shape)}, **bounds)
 
 
-def test_integer_leaves_need_integer_bounds_and_bool_leaves_are_none():
+def test_clip_by_value_rejects_float_bounds_for_integers():
     for leaf, low, high in [([3], 0, 1.0), ([3], 0.0, 1), ([True], 0, 1)]:
         with pytest.raises(TypeError, match=r"'0'.*(int32|bool)"):
             ops.clip_by_value([jnp.array(leaf)], low, high)
@@ -128,7 +128,7 @@ COMPLEX = [
 
 @pytest.mark.filterwarnings("ignore:max_delta is 0")
 @pytest.mark.parametrize(("threshold", "entry", "expected"), COMPLEX)
-def test_complex_entries_keep_their_phase_over_the_whole_range(threshold, entry, expected):
+def test_clip_keeps_phase_of_complex_elements(threshold, entry, expected):
     grads, tx = jnp.array([entry], jnp.complex64), optaxclip.clip(threshold)
     clipped, _ = tx.update(grads, tx.init(grads))
     np.testing.assert_allclose(clipped[0], expected, rtol=1e-6)
@@ -136,7 +136,7 @@ def test_complex_entries_keep_their_phase_over_the_whole_range(threshold, entry,
 
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 @pytest.mark.parametrize("clip", [optaxclip.clip(0.5), optaxclip.clip_by_value(-0.5, 0.5)])
-def test_arrays_of_dtypes_that_jax_narrows(clip, dtype):
+def test_clip_accepts_numpy_float64_arrays(clip, dtype):
     """NumPy's default dtypes, outside of `jit`."""
     x = np.array([3.0, 0.1], dtype)
     found, expected = (clip.update(y, clip.init(y))[0] for y in (x, jnp.asarray(x)))
@@ -144,5 +144,5 @@ def test_arrays_of_dtypes_that_jax_narrows(clip, dtype):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_whole_numbers_of_numpy():
+def test_clip_by_value_accepts_numpy_integer_arrays():
     np.testing.assert_array_equal(ops.clip_by_value(np.arange(5), -2, 2), [0, 1, 2, 2, 2])

@@ -95,7 +95,7 @@ SPARSE = [
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "bfloat16", "i2", "i4", "i8", "u1"])
 @pytest.mark.parametrize(("low", "high", "expected"), BOUNDS)
 @pytest.mark.usefixtures("x64")
-def test_value_of_every_dtype(dtype, low, high, expected):
+def test_clip_by_value_matches_tensorflow_for_all_dtypes(dtype, low, high, expected):
     dtype = jnp.dtype(dtype)
     low, high = (np.array(b, dtype) if isinstance(b, list) else b for b in (low, high))
     clipped = ops.clip_by_value(np.array([1, 2, 3, 4, 5, 6], dtype), low, high)
@@ -103,7 +103,7 @@ def test_value_of_every_dtype(dtype, low, high, expected):
     close(clipped, expected, rtol=0)
 
 
-def test_value():
+def test_clip_by_value_bounds_elements():
     close(value_clip(f32([-5, 2, 3, 4, 5, 6]), 4.4), [-4.4, 2, 3, 4, 4.4, 4.4])
     close(value_clip(f32([NAN, INF, -INF, 3]), 4.0), [NAN, 4, -4, 3])
     close(value_clip(f32([100, 100]), 1.0), [1, 1])
@@ -116,7 +116,7 @@ def test_value():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("clip", "leaf", "threshold", "expected"), ONE_LEAF)
-def test_norm_of_one_leaf(clip, leaf, threshold, expected):
+def test_norm_clips_match_tensorflow_on_single_leaf(clip, leaf, threshold, expected):
     for same_threshold in (threshold, f32(threshold)):
         close(clip(f32(leaf), same_threshold), expected)
         close(clip(f32(ZEROS), same_threshold), ZEROS)
@@ -124,7 +124,7 @@ def test_norm_of_one_leaf(clip, leaf, threshold, expected):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("axes", "factors"), [(0, [0.8, 1, 1]), ([-1], [[1], [0.8]]), ((), 1)])
-def test_norm_over_axes(axes, factors):
+def test_clip_by_norm_over_axes_matches_tensorflow(axes, factors):
     x = np.array([[-3.0, 0, 0], [4, 0, 3]])
     close(ops.clip_by_norm(f32(x), 4.0, axes=axes), x * factors)
     close(ops.clip_by_norm(f32(x), 6.0, axes=axes), x)
@@ -132,7 +132,7 @@ def test_norm_over_axes(axes, factors):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("clip", "threshold", "expected"), SPARSE)
-def test_sparse_in_sparse_out(clip, threshold, expected):
+def test_ops_keep_sparse_leaves_sparse(clip, threshold, expected):
     order = {"indices_sorted": True, "unique_indices": True}
     x = BCOO((f32(SLICES), np.int32([[2], [6]])), shape=(10, 2, 3), **order)
     y = clip({"embedding": x, "none": None}, threshold)["embedding"]
@@ -141,7 +141,7 @@ def test_sparse_in_sparse_out(clip, threshold, expected):
     assert (y.shape, y.indices_sorted, y.unique_indices) == (x.shape, True, True)
 
 
-def test_duplicate_indices_are_summed_before_measuring():
+def test_ops_sum_duplicate_indices_before_measuring():
     entries = BCOO((f32([3, 3]), np.int32([[1], [1]])), shape=(4,))
     rows = BCOO((f32([[3, 0], [3, 0]]), np.int32([[1], [1]])), shape=(2, 2))
     batch = BCOO((f32([[3, 3]]), np.int32([[[1], [1]]])), shape=(1, 4))
@@ -178,7 +178,7 @@ def test_norm_equal_to_the_threshold_comes_back_bit_for_bit(clip):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("entry", "norm"), [(INF, INF), (-INF, INF), (NAN, NAN)])
-def test_bad_entry(entry, norm):
+def test_ops_return_nan_for_nonfinite_elements(entry, norm):
     tree = [f32([entry, 1]), f32([1])]
     for clip in (norm_clip, average_clip):
         close(clip(tree, 1.0)[0], [NAN, NAN])
@@ -192,7 +192,7 @@ def test_bad_entry(entry, norm):
 @pytest.mark.by_day(1)
 @each_norm_clip
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_ends_of_the_range(clip, dtype):
+def test_ops_stay_exact_at_range_limits(clip, dtype):
     info = jnp.finfo(dtype)
     narrow, wide = [(300, 1), (300, 1000), (6e4, 1.3e5), (1e-4, 1e-5)], [(1e20, 1), (1e-25, 1e-26)]
     for entry, threshold in narrow if dtype == "float16" else [*wide, (1.5e38, 1)]:
@@ -208,7 +208,7 @@ def test_ends_of_the_range(clip, dtype):
 
 @pytest.mark.by_day(1)
 @each_norm_clip
-def test_results_are_exact_to_rounding(clip):
+def test_ops_round_results_correctly(clip):
     rng, clip_each = np.random.default_rng(0), jax.jit(jax.vmap(clip))
     sizes, thresholds = 10 ** rng.uniform(-3, 3, (300, 1)), 10 ** rng.uniform(-3, 1, 300)
     xs, thresholds = np.float32(rng.normal(size=(300, 8)) * sizes), np.float32(thresholds)
@@ -218,7 +218,7 @@ def test_results_are_exact_to_rounding(clip):
         np.testing.assert_allclose(y, true_clip(clip, x, threshold), rtol=2.4e-7)
 
 
-def test_use_norm_is_believed_and_returned_as_float32():
+def test_use_norm_replaces_measured_norm():
     cases = [(10, 0.1), (jnp.float16(10), 0.1), (0.5, 1), (0, 1), (-1, 1), (INF, NAN)]
     for use_norm, factor in cases:
         clipped, norm = ops.clip_by_global_norm([f32([3, 4])], 1.0, use_norm=use_norm)
@@ -228,7 +228,7 @@ def test_use_norm_is_believed_and_returned_as_float32():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [2, 7, 100, 5000])
-def test_the_norm_that_was_found_anyway_changes_the_last_digit_at_most(size):
+def test_use_norm_with_measured_norm_changes_last_digit(size):
     """A norm in float32 has fewer digits than that of which the factor is computed."""
     tree = [*f32(np.random.default_rng(size).normal(size=(4, size)))]
     found, norm = ops.clip_by_global_norm(tree, 0.5)
@@ -256,7 +256,7 @@ WRONG_VALUES = ["3", object(), 3j, [3.0], True, np.complex64(3), jnp.array(3j)]
 
 @each_function
 @pytest.mark.parametrize("tree", [None, {}, [], {"a": [None]}, [np.zeros(2, jax.dtypes.float0)]])
-def test_nothing_to_clip(function, tree):
+def test_ops_accept_empty_trees(function, tree):
     result = function(tree, 1.0)
     expected = f32(0) if function is measure else tree
     assert jax.tree.structure(result) == jax.tree.structure(expected)
@@ -277,14 +277,14 @@ def test_leaves_keep_their_types_whatever_the_threshold(clip, tree, wide, thresh
 
 @each_function
 @pytest.mark.parametrize(("leaf", "what"), [*WRONG_LEAVES, (jax.random.key(0), "key")])
-def test_wrong_leaf(function, leaf, what):
+def test_ops_reject_non_float_leaves(function, leaf, what):
     with pytest.raises(TypeError, match=f"'block/kernel'.*{what}"):
         function({"block": {"kernel": leaf, "bias": f32([1])}}, 1.0)
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
 @pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda value: type(value).__name__)
-def test_wrong_type_of_argument(argument, value):
+def test_ops_reject_arguments_of_wrong_type(argument, value):
     kind = value.dtype if hasattr(value, "dtype") else type(value).__name__
     with pytest.raises(TypeError, match=f"{argument}.*{kind}"):
         ARGUMENTS[argument](value)
@@ -312,14 +312,14 @@ def test_derivatives_above_the_threshold_and_for_it(clip):
     close(jnp.vstack([by_x.T, by_threshold]), truth, atol=1e-9)
 
 
-def test_derivative_of_the_norm():
+def test_global_norm_derivative_equals_unit_vector():
     for x, slope in [([3, 4], [0.6, 0.8]), ([0, 0], [0, 0])]:
         close(jax.jit(jax.grad(ops.global_norm))(f32(x)), slope)
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("bounds", [(-4.0, 4.0), (f32([-4] * 5), f32([4] * 5))])
-def test_derivative_at_a_bound_belongs_to_the_entry(bounds):
+def test_clip_by_value_derivative_at_bound_favors_element(bounds):
     gradient = jax.grad(lambda *args: ops.clip_by_value(*args).sum(), (0, 1, 2))
     by_x, by_low, by_high = gradient(f32([-5, 2, 6, -4, 4]), *bounds)
     close(by_x, [0, 1, 0, 1, 1])
@@ -328,7 +328,7 @@ def test_derivative_at_a_bound_belongs_to_the_entry(bounds):
 
 @pytest.mark.by_day(1)
 @each_function
-def test_vmap_is_a_loop(function):
+def test_ops_under_vmap_match_loop(function):
     xs, thresholds = f32([[3, 4], [0, 0], [300, 1e30], [NAN, 1]]), f32([1, 0, INF, 1])
     loop = [function(x, threshold) for x, threshold in zip(xs, thresholds, strict=True)]
     close(jax.jit(jax.vmap(function))(xs, thresholds), np.stack(loop))

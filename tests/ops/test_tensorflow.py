@@ -93,7 +93,7 @@ def thresholds(dtype):
 @each_dtype
 @given(st.data())
 @moderate
-def test_clip_by_value(dtype, data):
+def test_clip_by_value_matches_tensorflow_for_floats(dtype, data):
     x = data.draw(arrays(dtype, (2, 3), INF, -INF, NAN))
     shapes = st.sampled_from([(), (3,), (2, 1), (2, 3)])
     low, high = (data.draw(shapes.flatmap(functools.partial(arrays, dtype))) for _ in range(2))
@@ -106,7 +106,7 @@ def test_clip_by_value(dtype, data):
 @pytest.mark.parametrize("dtype", ["int16", "int32", "int64", "uint8"])
 @given(st.data())
 @moderate
-def test_clip_by_value_of_integers(dtype, data):
+def test_clip_by_value_matches_tensorflow_for_integers(dtype, data):
     x = data.draw(hnp.arrays(dtype, (2, 3)))
     low, high = (data.draw(hnp.from_dtype(np.dtype(dtype))).item() for _ in range(2))
     with jax.enable_x64(True):
@@ -117,7 +117,7 @@ def test_clip_by_value_of_integers(dtype, data):
 @each_dtype
 @given(st.data())
 @moderate
-def test_clip_by_norm(dtype, data):
+def test_clip_by_norm_matches_tensorflow(dtype, data):
     x, threshold = data.draw(arrays(dtype, (2, 1, 4))), data.draw(thresholds(dtype))
     axes = data.draw(st.sampled_from([None, (), 0, (-1,), [0, 2]]))
     with jax.enable_x64(dtype == "float64"):
@@ -127,7 +127,7 @@ def test_clip_by_norm(dtype, data):
 
 @given(st.data())
 @moderate
-def test_clip_by_average_norm(data):
+def test_clip_by_average_norm_matches_tensorflow(data):
     shape = data.draw(st.sampled_from([(), (5,), (0, 3), (2, 1, 4)]))
     x, threshold = data.draw(arrays("float32", shape)), data.draw(thresholds("float32"))
     ours, theirs = clips("clip_by_average_norm")
@@ -138,7 +138,7 @@ def test_clip_by_average_norm(data):
 @each_dtype
 @given(st.data())
 @moderate
-def test_global_norm_of_trees(dtype, data):
+def test_clip_by_global_norm_matches_tensorflow(dtype, data):
     shapes = data.draw(st.sampled_from(TREES))
     tree = [None if shape is None else data.draw(arrays(dtype, shape)) for shape in shapes]
     threshold, use_norm = (
@@ -158,7 +158,7 @@ def test_global_norm_of_trees(dtype, data):
 
 
 @pytest.mark.parametrize("tree", [[], [None]])
-def test_global_norm_of_nothing(tree):
+def test_global_norm_of_empty_tree_matches_tensorflow(tree):
     assert tf.clip_by_global_norm(tree, 1.0) == ops.clip_by_global_norm(tree, 1.0) == (tree, 0)
 
 
@@ -166,7 +166,7 @@ def test_global_norm_of_nothing(tree):
 @pytest.mark.parametrize("name", ["clip_by_value", "clip_by_norm", "clip_by_global_norm"])
 @given(arrays("float32", (3, 2)), st.permutations(range(6)), thresholds("float32"))
 @moderate
-def test_sparse_leaves_with_different_indices(name, rows, order, threshold):
+def test_sparse_clips_match_tensorflow(name, rows, order, threshold):
     indices = np.array(order[:3], np.int32)
     ours, theirs = clips(name)
     bounds = (-threshold, threshold) if name == "clip_by_value" else (threshold,)
@@ -207,7 +207,7 @@ clips_of = functools.cache(clips)  # what is compiled of them is found again
 @pytest.mark.parametrize("name", NORM_CLIPS[::2])
 @given(SMALL, SMALL, st.sampled_from([0.5, 2.1, 7.1, 50.0]))
 @moderate
-def test_derivatives_of_norm_clips(name, x, cotangent, threshold):
+def test_norm_clip_derivatives_match_tensorflow(name, x, cotangent, threshold):
     assume(x.any() or name == "clip_by_norm")  # elsewhere TensorFlow's derivative at 0 is NaN
     same_derivatives(*clips_of(name), cotangent, x, np.float64(threshold))
 
@@ -216,7 +216,7 @@ def test_derivatives_of_norm_clips(name, x, cotangent, threshold):
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 @given(SMALL, SMALL, st.data())
 @moderate
-def test_derivatives_of_clip_by_value_also_at_the_bounds(shape, x, cotangent, data):
+def test_clip_by_value_derivatives_match_tensorflow(shape, x, cotangent, data):
     low = data.draw(hnp.arrays(np.float64, shape, elements=st.sampled_from([-3.0, -1.0])))
     high = low + data.draw(st.sampled_from([0.0, 2.0]))
     same_derivatives(ops.clip_by_value, tf.clip_by_value, cotangent, x, low, high)
@@ -272,7 +272,7 @@ def test_thresholds_and_range(dtype, entry, threshold, their_results, our_result
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS)
-def test_an_infinite_entry_makes_its_whole_group_nan(name):
+def test_infinite_element_makes_group_nan_unlike_tensorflow(name):
     x = np.float32([INF, 1])
     ours, theirs = clips(name)
     second = NAN if name == "clip_by_global_norm" else 0
@@ -282,7 +282,7 @@ def test_an_infinite_entry_makes_its_whole_group_nan(name):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS)
-def test_float32_results_are_as_near_to_the_exact_ones(name):
+def test_norm_clips_round_no_worse_than_tensorflow(name):
     ours, theirs = clips(name)
     rng = np.random.default_rng(0)
     xs = rng.normal(size=(300, 10)).astype(np.float32)
@@ -296,7 +296,7 @@ def test_float32_results_are_as_near_to_the_exact_ones(name):
     assert our_error <= their_error < 3e-7
 
 
-def test_norms_accumulate_in_float32():
+def test_global_norm_accumulates_in_float32_unlike_tensorflow():
     narrow = [jnp.full(1000, 0.01, jnp.bfloat16)] * 100
     theirs, their_norm = tf.clip_by_global_norm([tensor(x) for x in narrow], 1.0)
     ours, our_norm = ops.clip_by_global_norm(narrow, 1.0)
@@ -306,7 +306,7 @@ def test_norms_accumulate_in_float32():
     assert length(theirs) < 0.99 < 0.998 < length(ours) < 1.002
 
 
-def test_mixed_dtypes():
+def test_global_norm_accepts_mixed_dtypes_unlike_tensorflow():
     tree = [np.float32([3, 4]), np.float16([0, 0])]
     with pytest.raises(tf.errors.InvalidArgumentError, match="expected to be a float tensor"):
         tf.clip_by_global_norm(tree, 1.0)
@@ -316,7 +316,7 @@ def test_mixed_dtypes():
     np.testing.assert_allclose(clipped[0], [0.6, 0.8], 1e-6)
 
 
-def test_duplicate_indices_are_summed_before_measuring():
+def test_sparse_duplicates_sum_unlike_tensorflow():
     rows, indices = np.float32([[3], [3]]), np.int32([1, 1])
     slices = tf.IndexedSlices(tensor(rows), tensor(indices), tf.constant([4, 1]))
     sparse = BCOO((jnp.array(rows), jnp.array(indices)[:, None]), shape=(4, 1))
@@ -330,7 +330,7 @@ def test_duplicate_indices_are_summed_before_measuring():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS)
-def test_complex_leaves(name):
+def test_norm_clips_accept_complex_leaves_unlike_tensorflow(name):
     ours, theirs = clips(name)
     x = np.complex64([3 + 4j])
     with pytest.raises(tf.errors.InvalidArgumentError, match="complex"):
@@ -339,7 +339,7 @@ def test_complex_leaves(name):
 
 
 @pytest.mark.parametrize("name", NORM_CLIPS)
-def test_integer_leaves(name):
+def test_norm_clips_reject_integers_like_tensorflow(name):
     ours, theirs = clips(name)
     x = np.array([3, 4], np.int32)
     with pytest.raises(tf.errors.InvalidArgumentError, match="int32"):

@@ -64,7 +64,7 @@ def step(method, size, noise_multiplier, is_padding, key, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 128])
 @pytest.mark.parametrize("method", ["ghost", "vmap"])
-def test_no_lower_bound_of_a_whole_step_is_above_the_epsilon_of_the_accountant(method, size):
+def test_private_step_audit_stays_below_accountant_epsilon(method, size):
     accounting = pytest.importorskip("dp_accounting")
     batch = drawn()
     for noise_multiplier in (1.0, 2.0):

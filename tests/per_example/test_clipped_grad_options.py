@@ -47,7 +47,7 @@ def clipped_sum(transform, scope):
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("transform", [scaled, as_matrix])
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])
-def test_gradients_are_clipped_as_the_transform_makes_them(size, transform, scope):
+def test_pre_clipping_transform_applies_before_clipping(size, transform, scope):
     options = {"scope": scope, "pre_clipping_transform": transform, "microbatch_size": size}
     result = jax.jit(per_example.clipped_grad(loss_fn, 1.0, **options))(PARAMS, X, Y)
     expected = clipped_sum(transform, scope)
@@ -57,7 +57,7 @@ def test_gradients_are_clipped_as_the_transform_makes_them(size, transform, scop
         )
 
 
-def test_the_transform_sees_what_jax_grad_gives():
+def test_pre_clipping_transform_receives_jax_gradients():
     seen = []
     params = {**PARAMS, "steps": jnp.zeros(3, jnp.int32), "none": None}
 
@@ -72,7 +72,7 @@ def test_the_transform_sees_what_jax_grad_gives():
     assert seen[-1] == jax.tree.map(lambda x: x.dtype, expected)
 
 
-def test_the_transform_may_hold_traced_arrays():
+def test_pre_clipping_transform_may_capture_traced_arrays():
     @jax.jit
     def step(scales):
         def transform(grads):
@@ -87,7 +87,7 @@ def test_the_transform_may_hold_traced_arrays():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 3])
-def test_keywords_reach_the_loss_as_they_are(size):
+def test_clipped_grad_passes_keywords_to_loss(size):
     fn = per_example.clipped_grad(loss_fn, 1e6, microbatch_size=size)
     fn = jax.jit(fn, static_argnames="is_square")
     result = fn(PARAMS, X, Y, weight=np.float32(3.0), is_square=False, is_padding=np.arange(7) > 4)
@@ -98,7 +98,7 @@ def test_keywords_reach_the_loss_as_they_are(size):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), result.grads, expected)
 
 
-def test_a_keyword_that_the_loss_lacks_is_its_error():
+def test_unknown_loss_keyword_raises():
     with pytest.raises(TypeError, match="unexpected keyword argument 'wait'"):
         per_example.clipped_grad(loss_fn, 1.0)(PARAMS, X, Y, wait=1.0)
 
@@ -127,7 +127,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("library", STATISTICS)
-def test_statistics_of_a_batch_of_one_are_warned_of(library, maker):
+def test_batch_norm_statistics_in_aux_warn(library, maker):
     def loss(params, x, y):
         return loss_fn(params, x, y), STATISTICS[library](x)
 
@@ -146,7 +146,7 @@ def with_last(x, row):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("relation", RELATIONS)
-def test_one_example_moves_the_sum_by_the_sensitivity_at_most(relation):
+def test_sensitivity_bounds_change_by_single_example(relation):
     fn = per_example.clipped_grad(loss_fn, 0.5)
     sensitivity = fn.sensitivity(relation)
     assert sensitivity == 0.5 * RELATIONS[relation]
@@ -162,7 +162,7 @@ def test_one_example_moves_the_sum_by_the_sensitivity_at_most(relation):
     np.testing.assert_allclose(moved, sensitivity, rtol=1e-5)
 
 
-def test_relations_of_dp_accounting_are_taken():
+def test_sensitivity_accepts_dp_accounting_relations():
     accounting = pytest.importorskip("dp_accounting")
     fn = per_example.clipped_grad(loss_fn, 0.5)
     for relation, times in RELATIONS.items():

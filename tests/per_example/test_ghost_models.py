@@ -94,7 +94,7 @@ def both_methods(name, scope):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("name", "scope"), EVERY)
-def test_norms_are_those_of_the_gradients(name, scope):
+def test_ghost_norms_match_gradients_of_models(name, scope):
     model = MODELS[name]()
     references = [gradients(name)]
     if model.has_float64:
@@ -117,7 +117,7 @@ def test_norms_are_those_of_the_gradients(name, scope):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("name", "scope"), EVERY)
-def test_sums_are_those_of_the_clipped_gradients(name, scope):
+def test_ghost_sums_match_vmap_for_models(name, scope):
     threshold, results, _ = both_methods(name, scope)
     ghost, vmap = results["ghost"], results["vmap"]
     assert ghost.losses.shape == vmap.losses.shape
@@ -148,6 +148,6 @@ def test_no_example_adds_more_than_the_threshold_and_ordinary_ones_reach_it(name
     assert np.all(added >= least - 1e-6 * bound), np.min(added / least)
 
 
-def test_there_are_enough_models():
+def test_ghost_model_collection_stays_large():
     assert len(MODELS) >= 25
     assert len(QUICK) >= 6

@@ -89,7 +89,7 @@ QUICK = [("one_matrix_three_times", "clip"), ("mlp", "normalize")]
         ),
     ),
 )
-def test_each_example_adds_to_a_model_what_it_adds_alone(name, option, method):
+def test_model_example_changes_sum_by_at_most_sensitivity(name, option, method):
     model = MODELS[name]()
     options = {"has_aux": model.has_aux, **OPTIONS[option]}
     batch = with_extremes(model.batch)
@@ -157,7 +157,7 @@ CASES += itertools.product(["gram"], DTYPES, OPTIONS)
     ("name", "dtype", "option"),
     slow_unless(lambda *case: case in QUICK_LAYERS, dict.fromkeys([*QUICK_LAYERS, *CASES])),
 )
-def test_each_example_adds_to_a_layer_what_it_adds_alone(name, dtype, option, method):
+def test_layer_example_changes_sum_by_at_most_sensitivity(name, dtype, option, method):
     loss, shape, sizes = LAYERS[name]
     with jax.enable_x64(dtype == "float64"):
         x, d = (v.astype(dtype) for v in extremes(*sizes))
@@ -179,7 +179,7 @@ def alike(count):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_example_that_loses_digits_does_not_change_the_others(method):
+def test_ill_conditioned_example_leaves_other_norms_unchanged(method):
     """It once changed the norms, and so the weights, of a thousand others: by 4.4 thresholds."""
     x, d = alike(1024)
     clip = per_example.clipped_grad(of_layer, np.float32(0.156), method=method)

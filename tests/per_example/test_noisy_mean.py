@@ -21,7 +21,7 @@ def zeros(threshold=1.0, shape=(300, 300), dtype=jnp.float32, **options):
 
 
 @pytest.mark.slow
-def test_the_noise_is_that_of_the_sum_whatever_is_divided_by():
+def test_noisy_mean_scales_noise_by_batch_size():
     """Added to the mean it would be a hundred times as large."""
     noise = jax.jit(noisy_mean)(zeros(threshold=2.0), 1.5, KEY, 100)
     both = np.asarray([noise["v"], noise["w"]])
@@ -36,7 +36,7 @@ def test_the_noise_is_that_of_the_sum_whatever_is_divided_by():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])
-def test_the_noise_follows_the_bound_of_all_groups_together(scope):
+def test_noise_follows_total_bound_of_groups(scope):
     one = noisy_mean(zeros(scope=scope), 1.0, KEY, 1)
     assert np.std(one["v"]) == pytest.approx(1.0, rel=0.01)
     by_name = zeros({"v": 3.0, "w": 4.0}, scope=scopes.leaf())
@@ -49,7 +49,7 @@ def test_the_noise_follows_the_bound_of_all_groups_together(scope):
 @pytest.mark.parametrize(
     ("relation", "times"), [("add_or_remove_one", 1), ("replace_special", 1), ("replace_one", 2)]
 )
-def test_the_noise_follows_the_relation_as_the_sensitivity_does(relation, times):
+def test_noise_follows_neighboring_relation(relation, times):
     grad_fn = per_example.clipped_grad(lambda w, x: jnp.sum(w * x), 0.7, microbatch_size=1)
     result = jax.jit(grad_fn)(jnp.zeros((200, 200)), jnp.zeros((2, 200, 200)))
     assert float(result.bound) == pytest.approx(0.7)
@@ -58,7 +58,7 @@ def test_the_noise_follows_the_relation_as_the_sensitivity_does(relation, times)
     assert np.std(noise) == pytest.approx(times * 0.7, rel=0.02)
 
 
-def test_each_key_has_noise_of_its_own_and_is_used_once():
+def test_noisy_mean_draws_different_noise_per_key():
     result = zeros()
     with jax.debug_key_reuse(True):
         first, second = (
@@ -73,7 +73,7 @@ def test_each_key_has_noise_of_its_own_and_is_used_once():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
-def test_noise_is_drawn_and_added_in_float32(dtype):
+def test_noisy_mean_draws_noise_in_float32(dtype):
     result = zeros(dtype=dtype)
     # Also if someone made the sum narrower: bfloat16 has 256 numbers between 1 and 2.
     narrow = jax.tree.map(lambda x: x.astype(dtype), result.grads)
@@ -87,7 +87,7 @@ def test_noise_is_drawn_and_added_in_float32(dtype):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-def test_wide_sums_stay_wide():
+def test_noisy_mean_keeps_float64():
     noise = noisy_mean(zeros(dtype=np.float64), np.float64(1), KEY, np.int64(2))
     assert noise["v"].dtype == np.float64
     assert np.std(noise["v"]) == pytest.approx(0.5, rel=0.01)
@@ -95,7 +95,7 @@ def test_wide_sums_stay_wide():
 
 
 @pytest.mark.slow
-def test_leaves_without_gradients_pass():
+def test_noisy_mean_passes_leaves_without_gradients():
     def loss_fn(params, x):
         return jnp.sum(params["w"] * x) * params["count"].astype(jnp.float32)
 
@@ -118,7 +118,7 @@ def over_devices(of_device, out_specs):
 grad_fn = per_example.clipped_grad(lambda w, x: jnp.sum(w * x), 1.0)
 
 
-def test_a_sum_over_devices_gets_noise_once():
+def test_noisy_mean_after_psum_adds_noise_once():
     def of_device(w, x, key):
         result = grad_fn(w, x)
         summed = result._replace(grads=jax.lax.psum(result.grads, "x"))
@@ -127,7 +127,7 @@ def test_a_sum_over_devices_gets_noise_once():
     assert np.std(over_devices(of_device, jax.P())) == pytest.approx(1.0, rel=0.05)
 
 
-def test_parts_of_a_sum_on_several_devices_need_keys_of_their_own():
+def test_noisy_mean_of_sharded_sum_requires_separate_keys():
     def of_device(fold, w, x, key):
         result = grad_fn(w, x)
         part = jax.lax.psum_scatter(result.grads, "x", tiled=True)
@@ -143,7 +143,7 @@ def test_parts_of_a_sum_on_several_devices_need_keys_of_their_own():
 
 
 @pytest.mark.slow
-def test_on_an_explicit_mesh():
+def test_noisy_mean_works_on_explicit_mesh():
     mesh = jax.make_mesh((4,), ("x",))
     with jax.set_mesh(mesh):
         grads = {"w": jax.device_put(jnp.zeros((8, 400, 30)), jax.P("x", None, None))}
@@ -153,5 +153,5 @@ def test_on_an_explicit_mesh():
             assert np.std(noise["w"]) == pytest.approx(0.5, rel=0.05)
 
 
-def test_without_noise_a_sum_needs_no_bound():
+def test_noisy_mean_without_noise_needs_no_bound():
     assert not np.any(noisy_mean(zeros(math.inf, shape=(2,)), 0, KEY, 4)["v"])

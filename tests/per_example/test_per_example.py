@@ -94,7 +94,7 @@ def test_no_example_contributes_more_than_the_threshold(dtype, tree):
         *(("leaf by size", response) for response in RESPONSES if response != "clip"),
     ],
 )
-def test_bound_for_every_scope_and_response(scope, response):
+def test_clip_sum_bound_holds_for_scopes_and_responses(scope, response):
     options, response = SCOPES[scope], RESPONSES[response]
     grads, thresholds = draw([(4, 3), (3,), (2, 5)], F32, (-10, 10), count=300)
     added = norms_of(contributions(grads, thresholds, response=response, **options))
@@ -118,7 +118,7 @@ EQUAL = {
     ("name", "among"),
     slow_unless(lambda name, among: among == 1 or name == "30 of 20", product(EQUAL, [1, 5])),
 )
-def test_bound_for_equal_entries(name, among):
+def test_clip_sum_bound_holds_for_equal_elements(name, among):
     """Of which the rounding errors of a sum do not average out; alone and in a batch."""
     sizes = np.random.default_rng(0).uniform(1, 2, 200).astype(F32)
     grads = [
@@ -131,7 +131,7 @@ def test_bound_for_equal_entries(name, among):
     assert np.all(norms_of(added) > thresholds * (1 - 2e-6))
 
 
-def test_bound_in_a_batch():
+def test_clip_sum_bound_holds_in_batch():
     """On the way for many examples at once, measured as what one of two examples adds."""
     rng = np.random.default_rng(0)
     grads = [rng.standard_normal((2, 40, 50)).astype(F32), rng.standard_normal((2, 7)).astype(F32)]
@@ -142,7 +142,7 @@ def test_bound_in_a_batch():
 
 
 @pytest.mark.usefixtures("x64")
-def test_bound_in_float64():
+def test_clip_sum_bound_holds_in_float64():
     rng = np.random.default_rng(0)
     grads = [rng.standard_normal((300, 100)), rng.standard_normal((300, 3))]
     added = contributions(grads, np.full(300, 0.7))
@@ -152,7 +152,7 @@ def test_bound_in_float64():
     assert np.all(squares > 0.49 * (1 - 1e-12))
 
 
-def test_sums_are_accumulated_in_float32():
+def test_clip_sum_accumulates_in_float32():
     grads = jnp.concatenate([jnp.full((1, 2), 256.0, BF16), jnp.full((512, 2), 0.5, BF16)])
     total = per_example.clip_sum(grads, 1e6).grads
     assert total.dtype == F32
@@ -165,7 +165,7 @@ def test_sums_are_accumulated_in_float32():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("scope", ["tree", "leaf", "unit"])
-def test_examples_that_are_not_finite_contribute_nothing(bad, scope):
+def test_clip_sum_drops_nonfinite_examples(bad, scope):
     rng = np.random.default_rng(0)
     grads = {"w": rng.standard_normal((5, 2, 3, 4)).astype(F32), "b": np.ones((5, 4), F32)}
     without = per_example.clip_sum(
@@ -180,7 +180,7 @@ def test_examples_that_are_not_finite_contribute_nothing(bad, scope):
     jax.tree.map(np.testing.assert_array_equal, result.num_clipped, without.num_clipped)
 
 
-def test_an_example_that_is_dropped_leaves_no_trace():
+def test_clip_sum_drops_all_groups_of_nonfinite_example():
     """Whether its other groups are above their thresholds or below them."""
     grads = {"w": jnp.array([[jnp.nan, 5.0], [jnp.inf, 0.0]]), "b": jnp.array([[1.0], [0.1]])}
     result = per_example.clip_sum(grads, 1.0, scope=scopes.leaf())
@@ -209,7 +209,7 @@ def test_traced_thresholds_that_are_none_let_nothing_through(threshold, scope):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("response", ["clip", "normalize", "auto_s"])
-def test_zero_examples_and_no_examples(response):
+def test_clip_sum_accepts_zero_and_no_examples(response):
     with jax.debug_nans(True):
         result = per_example.clip_sum([jnp.zeros((3, 2))], 1.0, response=response)
         empty = per_example.clip_sum([jnp.zeros((0, 2))], 1.0, response=response)
@@ -233,7 +233,7 @@ def test_at_the_threshold_and_below_it():
     np.testing.assert_array_equal(below, grads[0])
 
 
-def test_padding_counts_for_nothing():
+def test_clip_sum_ignores_padding():
     grads = jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [30.0, 40.0], [0.3, 0.4], [0.2, 0.1]])
     result = per_example.clip_sum(grads, 1.0, is_padding=jnp.arange(5) % 3 > 0)
     np.testing.assert_allclose(result.grads, [0.9, 1.2], rtol=1e-6)
@@ -245,7 +245,7 @@ def test_padding_counts_for_nothing():
 # Types
 
 
-def test_other_leaves():
+def test_clip_sum_handles_non_float_and_complex_leaves():
     grads = {
         "w": jnp.array([[3.0, 4.0]]),
         "none": None,
@@ -262,7 +262,7 @@ def test_other_leaves():
 
 
 @pytest.mark.parametrize("grads", [[jnp.ones(())], [jnp.ones((2, 1)), jnp.ones((3, 1))]])
-def test_leaves_without_an_axis_of_examples(grads):
+def test_per_example_functions_require_example_axis(grads):
     for function in (per_example.clip_sum, optaxclip.per_example_layer_norm_clip):
         with pytest.raises(ValueError, match=r"\[examples, ...\]"):
             function(grads, 1.0)
@@ -276,7 +276,7 @@ TWO_LEAVES = [
 ]
 
 
-def test_vectors_of_the_whole_tree():
+def test_clip_sum_matches_published_tree_vectors():
     result = per_example.clip_sum(TWO_LEAVES, 1.0)
     np.testing.assert_allclose(result.norms, [0.5, 7.071068, 8.3666, 0], rtol=1e-6)
     np.testing.assert_allclose(result.grads[0], [1.021878, 0.782823], rtol=2e-6)
@@ -289,7 +289,7 @@ def test_vectors_of_the_whole_tree():
     ("threshold", "uniform", "sums", "counts"),
     [(2**0.5, True, (1.5, 0.942809), (3, 4)), (19**0.5, False, (1.5, 4.0), (3, 0))],
 )
-def test_vectors_per_layer(threshold, uniform, sums, counts):
+def test_layer_norm_clip_matches_published_vectors(threshold, uniform, sums, counts):
     grads = [jnp.array([[0.5], [1.5], [-2.0], [3.0]]), jnp.ones((4, 3, 3, 2))]
     total, found = optaxclip.per_example_layer_norm_clip(grads, threshold, uniform)
     np.testing.assert_allclose(total[0], [sums[0]], rtol=1e-6)
@@ -298,7 +298,7 @@ def test_vectors_per_layer(threshold, uniform, sums, counts):
 
 
 @pytest.mark.slow
-def test_counts_of_layers_are_in_the_order_of_the_tree():
+def test_layer_norm_clip_orders_counts_by_leaf():
     """By name the eleventh comes before the third."""
     grads = [9 * jnp.float32(jnp.arange(12) < large) for large in range(12)]
     _, counts = optaxclip.per_example_layer_norm_clip(grads, 1.0)
@@ -314,7 +314,7 @@ def test_counts_of_layers_are_in_the_order_of_the_tree():
         (0.0, [1, 1 / 1.2, 1.25, 1, 0.2, 1 / 1.1]),
     ],
 )
-def test_vectors_of_auto_s(gamma, factors):
+def test_auto_s_sum_matches_published_vectors(gamma, factors):
     norms = np.array([1.0, 1.2, 0.8, 1.0, 5.0, 1.1], F32)
     grads = norms[:, None] * np.eye(6, dtype=F32)
     total = per_example.clip_sum(grads, 1.0, response=responses.auto_s(gamma)).grads

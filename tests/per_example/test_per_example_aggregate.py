@@ -22,7 +22,7 @@ def first_update(*args, grads=GRADS, **kwargs):
     return jax.jit(tx.update)(grads, tx.init(PARAMS))
 
 
-def test_mean_and_sum_without_noise():
+def test_aggregate_without_noise_returns_mean_or_sum():
     expected = jax.jit(per_example.clip_sum)(GRADS, 1.0)
     mean, state = first_update(1.0, 0.0)
     total, _ = first_update(1.0, 0.0, reduction="sum")
@@ -38,18 +38,18 @@ def test_mean_and_sum_without_noise():
     assert int(state.num_clipped) == 8
 
 
-def test_each_example_is_counted_once():
+def test_aggregate_counts_examples_once():
     tx = aggregate(1.0, 0.0)
     _, state = tx.update(jnp.array([0.5, 3.0, jnp.nan, 2.0, jnp.inf, 4.0]), tx.init(jnp.zeros(())))
     assert (int(state.num_clipped), int(state.num_dropped)) == (3, 2)
 
 
-def test_a_mean_of_one_example_is_the_example():
+def test_aggregate_of_single_example_returns_example():
     update, _ = first_update(1.0, 0.0, grads=jnp.array([[0.3, 0.4]]))
     np.testing.assert_allclose(update, [0.3, 0.4], rtol=1e-6)
 
 
-def test_padding():
+def test_aggregate_ignores_padding():
     flags = np.arange(8) >= 6
     tx = aggregate(1.0, 0.0)
     update = jax.jit(tx.update)
@@ -62,7 +62,7 @@ def test_padding():
         assert not np.any(nothing[name])
 
 
-def test_noise_has_the_wanted_size_and_differs_at_each_step():
+def test_aggregate_noise_has_expected_size_and_varies():
     tx = aggregate(2.0, noise_multiplier=1.5, key=7, reduction="sum")
     zeros = {"w": jnp.zeros((4, 200, 200)), "v": jnp.zeros((4, 200, 200))}
     update = jax.jit(tx.update)
@@ -93,12 +93,12 @@ def test_thresholds_whose_squares_leave_float32_get_their_noise(unit):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(y / np.float32(unit), x, 1e-5), *by_name)
 
 
-def test_noise_on_no_leaves():
+def test_aggregate_accepts_no_leaves():
     tx = aggregate(1.0, 1.0, 0)
     assert tx.update({"w": None}, tx.init({"w": None}))[0] == {"w": None}
 
 
-def test_no_key_is_used_twice():
+def test_aggregate_uses_keys_once():
     tx = aggregate(per_example.quantile_threshold(count_noise=1.0), 1.0, 0)
     grads, state = jnp.ones((1, 2)), tx.init(jnp.ones(2))
     with jax.debug_key_reuse(True):
@@ -106,7 +106,7 @@ def test_no_key_is_used_twice():
             _, state = tx.update(grads, state)
 
 
-def test_flax_stores_and_restores_a_raw_key():
+def test_aggregate_state_with_raw_key_survives_flax_serialization():
     grads = jnp.ones((3, 2))
     tx = aggregate(1.0, 1.1, jax.random.PRNGKey(0))
     _, state = tx.update(grads, tx.init(grads[0]))
@@ -118,7 +118,7 @@ def test_flax_stores_and_restores_a_raw_key():
     np.testing.assert_array_equal(same, tx.update(grads, tx.init(grads[0]))[0])
 
 
-def test_both_parts_of_complex_leaves_get_noise():
+def test_aggregate_adds_noise_to_complex_parts():
     zeros = jnp.zeros((2, 100, 100), jnp.complex64)
     noise, _ = first_update(1.0, 1.0, 0, reduction="sum", grads=zeros)
     assert np.std(noise.real) == pytest.approx(1, rel=0.03)
@@ -126,7 +126,7 @@ def test_both_parts_of_complex_leaves_get_noise():
     assert abs(np.corrcoef(noise.real.ravel(), noise.imag.ravel())[0, 1]) < 0.05
 
 
-def test_dtypes_and_one_compilation():
+def test_aggregate_keeps_dtypes_and_compiles_once():
     grads = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), GRADS)
     tx = optax.chain(
         aggregate(optax.linear_schedule(1.0, 0.1, 10), 1.0, jax.random.key(0)), optax.sgd(0.1)
@@ -139,7 +139,7 @@ def test_dtypes_and_one_compilation():
     assert int(state[0].steps) == 3
 
 
-def test_a_schedule_counts_the_steps():
+def test_aggregate_schedule_counts_steps():
     tx = aggregate(lambda count: 1.0 / (1 + count.astype(jnp.float32)), 0.0, reduction="sum")
     grads, state, norms = jnp.array([[3.0, 4.0]]), tx.init(jnp.zeros(2)), []
     update = jax.jit(tx.update)
@@ -149,13 +149,13 @@ def test_a_schedule_counts_the_steps():
     np.testing.assert_allclose(norms, [1, 1 / 2, 1 / 3], rtol=1e-5)
 
 
-def test_it_exports():
+def test_aggregate_exports_for_all_platforms():
     tx = aggregate(1.0, 1.0, key=0, scope=scopes.leaf())
     exported = jax.export.export(jax.jit(tx.update), platforms=("cpu", "cuda", "tpu"))
     assert exported(GRADS, tx.init(PARAMS)).in_avals
 
 
-def test_the_noise_has_to_be_named():
+def test_aggregate_requires_noise_multiplier():
     """Also where there is none: `aggregate(1.0)` looked private, and was not."""
     with pytest.raises(TypeError, match="noise_multiplier"):
         aggregate(1.0)
@@ -166,7 +166,7 @@ def test_the_noise_has_to_be_named():
 )
 @pytest.mark.parametrize("size", [(), (8,)], ids=["means", "examples"])
 @pytest.mark.parametrize("with_params", [True, False])
-def test_what_accumulates_around_it_is_refused(with_params, size):
+def test_aggregate_inside_multi_steps_raises(with_params, size):
     """Whatever it is given: its own mean of it has no examples."""
     grads = jax.tree.map(lambda x: jnp.ones(size + x.shape), PARAMS)
     for tx in (aggregate(1.0, 0.0), optax.chain(aggregate(1.0, 0.0), optax.sgd(0.1))):
@@ -175,7 +175,7 @@ def test_what_accumulates_around_it_is_refused(with_params, size):
             around.update(grads, around.init(PARAMS), PARAMS if with_params else None)
 
 
-def test_rows_of_a_parameter_are_not_examples():
+def test_aggregate_rejects_gradients_without_example_axis():
     tx, w = aggregate(1.0, 0.0), jnp.ones((4, 3))
     with pytest.raises(ValueError, match=r"leaf 'w' has the shape \(4, 3\) of its parameter"):
         tx.update({"w": w}, tx.init({"w": w}), {"w": w})

@@ -62,7 +62,7 @@ def by_tree_and_leaf(quick, sizes):
 @pytest.mark.parametrize(
     ("scope", "size"), by_tree_and_leaf([None, 1, 3, 10, 64], [None, 1, 2, 3, 4, 9, 10, 64])
 )
-def test_microbatches_give_the_same_sum(scope, size):
+def test_clipped_grad_sum_ignores_microbatch_size(scope, size):
     threshold, losses, expected = in_one_batch(SCOPES[scope])
     clipped = per_example.clipped_grad(
         loss_fn, threshold, microbatch_size=size, scope=SCOPES[scope]
@@ -73,7 +73,7 @@ def test_microbatches_give_the_same_sum(scope, size):
     np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
 
 
-def test_a_loop_takes_so_many_examples_at_once():
+def test_clipped_grad_scans_over_microbatches():
     """Whatever the sums are, more gradients than these would take more memory."""
     for size, lengths in ((3, [3]), (64, [])):
         clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size)
@@ -84,7 +84,7 @@ def test_a_loop_takes_so_many_examples_at_once():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 1, 2])
-def test_params_that_are_a_python_number(size):
+def test_clipped_grad_accepts_python_number_params(size):
     clipped = per_example.clipped_grad(lambda w, x: w * x, 1.0, microbatch_size=size)
     found = jax.jit(clipped)(2.0, jnp.array([0.5, -3.0, 4.0, 2.0])).grads
     np.testing.assert_allclose(found, 1.5, rtol=2e-6)
@@ -92,7 +92,7 @@ def test_params_that_are_a_python_number(size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 3])
-def test_aux_keys_and_arguments_in_any_place(size):
+def test_clipped_grad_supports_aux_keys_and_argument_positions(size):
     params, x, _ = task()
 
     def loss(scale, example, params):
@@ -111,7 +111,7 @@ def test_aux_keys_and_arguments_in_any_place(size):
     assert jax.tree.structure(result.grads) == jax.tree.structure(params)
 
 
-def test_several_argnums_are_clipped_as_one():
+def test_clipped_grad_clips_several_argnums_together():
     params, x, y = task()
 
     def loss(w, v, x, y):
@@ -127,7 +127,7 @@ def test_several_argnums_are_clipped_as_one():
     assert_close(result.grads, jax.jit(by_hand)(*args).grads)
 
 
-def test_leaves_without_a_gradient():
+def test_clipped_grad_returns_float0_for_integer_leaves():
     params, x, y = task()
     params = {**params, "none": None, "steps": jnp.zeros(3, jnp.int32)}
     clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=4)
@@ -146,7 +146,7 @@ NO_GROUPS = [
 ]
 
 
-def test_where_nothing_has_a_gradient_all_examples_count_and_their_norms_are_zero():
+def test_clipped_grad_without_differentiable_params_returns_zero_norms():
     params = {"steps": jnp.arange(3), "none": None}
 
     def loss(params, x):
@@ -177,7 +177,7 @@ def test_where_nothing_has_a_gradient_all_examples_count_and_their_norms_are_zer
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 1, 4])
-def test_a_nan_example_and_an_empty_batch(size):
+def test_clipped_grad_accepts_nan_example_and_empty_batch(size):
     params, x, y = jax.tree.map(np.array, task())
     clipped = jax.jit(per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size))
     kept = np.arange(10) != 3
@@ -189,7 +189,7 @@ def test_a_nan_example_and_an_empty_batch(size):
 
 @where_sums_are_fused
 @pytest.mark.slow
-def test_memory_grows_with_the_microbatch_and_not_with_the_batch():
+def test_clipped_grad_memory_grows_with_microbatch_only():
     def memory(batch, size):
         shapes = ({"w": (200, 200), "b": (200,), "v": (200, 2)}, (batch, 200), (batch, 2))
         args = jax.tree.map(
@@ -211,7 +211,7 @@ def test_memory_grows_with_the_microbatch_and_not_with_the_batch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scope", "size"), by_tree_and_leaf([3], [None, 2, 3]))
-def test_all_reduces_of_a_sharded_batch(scope, size):
+def test_clipped_grad_in_shard_map_adds_no_collectives(scope, size):
     """None but those of the `psum`: one for the floats, one for the counts."""
     params, x, y = task(examples=64)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -44,7 +44,7 @@ def alone(thresholds, options, example):
         product(THRESHOLDS, (F32, F64, "both")),
     ),
 )
-def test_the_bound_where_dtypes_differ(how, dtype):
+def test_clip_sum_bound_holds_for_mixed_dtypes(how, dtype):
     """In float64 to its digits, where all leaves are; a number of float32 is exact in it."""
     make, options = THRESHOLDS[how]
     grads, number = trees(20, dtype), F32(0.7)
@@ -69,7 +69,7 @@ def test_the_bound_where_dtypes_differ(how, dtype):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_an_aggregate_with_noise(dtype):
+def test_noisy_aggregate_keeps_dtypes(dtype):
     grads = trees(8, dtype)
     for threshold in (F32(1), jnp.ones((), F64), lambda count: jnp.ones((), F64)):
         tx = optaxclip.per_example_clip_and_aggregate(threshold, F64(1), 0, scope=scopes.leaf())
@@ -82,7 +82,7 @@ def test_an_aggregate_with_noise(dtype):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [F32, F64, jnp.bfloat16])
 @pytest.mark.parametrize("size", [None, 1])
-def test_batches_of_none_and_one(dtype, size):
+def test_clipped_grad_accepts_empty_and_single_example_batches(dtype, size):
     def loss_fn(w, x):
         return jnp.sum(jnp.square(w * x))
 
@@ -104,7 +104,7 @@ def test_batches_of_none_and_one(dtype, size):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, F64, jnp.complex64, jnp.complex128])
-def test_the_functions_of_optax_sum_in_the_dtype_of_the_leaf_if_it_is_wide(dtype):
+def test_per_example_optax_functions_sum_in_wide_dtype(dtype):
     wide = {jnp.int8: F32, jnp.bfloat16: F32}.get(dtype, dtype)
     grads = {"w": jnp.asarray([[3, 4], [0, 0]], dtype)}
     for clip in (optaxclip.per_example_global_norm_clip, optaxclip.per_example_layer_norm_clip):
@@ -114,7 +114,7 @@ def test_the_functions_of_optax_sum_in_the_dtype_of_the_leaf_if_it_is_wide(dtype
 
 
 @pytest.mark.parametrize("leaf", [jnp.ones((2, 3), bool), jax.random.split(jax.random.key(0))])
-def test_leaves_that_are_no_numbers_are_refused(leaf):
+def test_per_example_optax_functions_reject_non_numbers(leaf):
     with pytest.raises(
         TypeError, match="grads must have floating-point leaves, got the leaf '0' of"
     ):

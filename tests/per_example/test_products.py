@@ -11,7 +11,7 @@ from optaxclip import per_example
 @pytest.mark.slow
 @where_sums_are_fused
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_are_not_stored_beside_the_gradients(dtype):
+def test_clipped_grad_on_cpu_stores_no_products(dtype):
     def loss(w, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ w)))
 

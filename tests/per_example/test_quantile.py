@@ -35,7 +35,7 @@ def moves():
     return [moved[:, differ == 1].max(1), moved[:, (differ == 2) & same_size].max(1)]
 
 
-def test_one_example_moves_the_count_by_half_of_what_it_moves_the_sum():
+def test_quantile_count_has_half_sensitivity_of_sum():
     """Any batch of six examples, padded, and each of its neighbours."""
     added, replaced = moves()
     np.testing.assert_allclose(added, [0.5, 1.0], rtol=1e-6)
@@ -43,7 +43,7 @@ def test_one_example_moves_the_count_by_half_of_what_it_moves_the_sum():
 
 
 @pytest.mark.slow
-def test_sum_and_count_cost_what_the_accountant_is_told():
+def test_sum_and_count_noise_matches_accountant():
     accounting = pytest.importorskip("dp_accounting")
     gaussian = accounting.GaussianDpEvent
 
@@ -73,7 +73,7 @@ def test_sum_and_count_cost_what_the_accountant_is_told():
         ((1, math.log(2), 0.5, True), [-1.5, 3], [0.5, 1, 2, 2.8284, 4], [0, 0, 0.5, 1.3284, 1.5]),
     ],
 )
-def test_published_vectors(options, records, thresholds, sums):
+def test_quantile_limit_matches_published_vectors(options, records, thresholds, sums):
     target, learning_rate, init_threshold, geometric = options
     rule = per_example.quantile_threshold(
         target, learning_rate, init_threshold, geometric=geometric
@@ -98,7 +98,7 @@ def test_published_vectors(options, records, thresholds, sums):
         (3.0, None, [2.714512, 2.456192, 2.222455, 2.010960, 1.819592, 1.730849]),
     ],
 )
-def test_vectors_of_a_batch(init_threshold, batch_size, thresholds):
+def test_quantile_limit_counts_missing_examples_by_half(init_threshold, batch_size, thresholds):
     """Examples that a batch of the given size lacks count by halves."""
     tx = aggregate(
         per_example.quantile_threshold(0.5, 0.2, init_threshold), 0.0, batch_size=batch_size
@@ -111,7 +111,7 @@ def test_vectors_of_a_batch(init_threshold, batch_size, thresholds):
     np.testing.assert_allclose(found, thresholds, rtol=1e-6)
 
 
-def test_an_example_of_several_groups_counts_once():
+def test_quantile_limit_counts_multi_group_examples_once():
     grads = {"a": jnp.array([3.0, 0.1]), "b": jnp.array([0.1, 0.1])}
     tx = aggregate(per_example.quantile_threshold(init_threshold=1.0), 0.0, scope=scopes.leaf())
     _, state = jax.jit(tx.update)(grads, tx.init(jax.tree.map(lambda x: x[0], grads)))
@@ -138,7 +138,7 @@ def test_noise_on_the_count_and_range_of_the_threshold():
     assert np.std(100 * moved) == pytest.approx(10, rel=0.1)
 
 
-def test_numbers_of_a_quantile_may_have_any_dtype():
+def test_quantile_limit_accepts_numbers_of_any_dtype():
     numbers = (0.5, 0.25, 1.0, 2.0, 0.5, 4.0)
     for dtype in (jnp.bfloat16, np.float64):
         _, rate, init, noise, low, high = map(dtype, numbers)
@@ -155,7 +155,7 @@ SHARES = [(500, 100, 1), (-300, 100, 0), (0, 0, 0.5), (1, 1, 1)]
 
 
 @pytest.mark.parametrize(("count", "examples", "share"), SHARES)
-def test_a_share_beyond_all_is_all_and_below_none_is_none(count, examples, share):
+def test_quantile_limit_clips_noisy_fraction_to_unit_interval(count, examples, share):
     """As noise can make it, or a batch that is larger than expected; of none it is a half."""
     rule = per_example.quantile_threshold(0.5, 1.0, 1.0)
     moved = rule.update(jnp.ones(()), count, examples, batch_size=examples)
@@ -163,14 +163,14 @@ def test_a_share_beyond_all_is_all_and_below_none_is_none(count, examples, share
 
 
 @pytest.mark.parametrize("numbers", [(-1.0, 5.0), (0.0, -5.0)])
-def test_noise_below_zero(numbers):
+def test_adjusted_noise_multiplier_rejects_negative_noise(numbers):
     with pytest.raises(ValueError, match="must not be negative"):
         per_example.adjust_noise_multiplier(*numbers)
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("count_noise", "adjusted"), [(5.0, 1.0050378), (0.6, 1.8090681)])
-def test_adjusted_noise_multiplier(count_noise, adjusted):
+def test_adjusted_noise_multiplier_matches_formula(count_noise, adjusted):
     assert float(per_example.adjust_noise_multiplier(1.0, count_noise)) == pytest.approx(adjusted)
     zeros = jnp.zeros((2, 300, 300))
     rule = per_example.quantile_threshold(init_threshold=1.0, count_noise=count_noise)
@@ -179,7 +179,7 @@ def test_adjusted_noise_multiplier(count_noise, adjusted):
     assert np.std(noise) == pytest.approx(adjusted, rel=0.02)
 
 
-def test_adjusted_noise_multiplier_when_traced():
+def test_adjusted_noise_multiplier_accepts_traced_values():
     adjusted = jax.jit(per_example.adjust_noise_multiplier)
     np.testing.assert_allclose(adjusted(0.0, 0.0), 0)
     np.testing.assert_allclose(adjusted(2.0, 1.0), np.inf)

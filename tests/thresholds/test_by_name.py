@@ -57,7 +57,7 @@ def alone(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.axes(-1)], ids=["vector", "dict"])
-def test_each_group_has_its_own_rule(scope):
+def test_thresholds_by_name_match_separate_clips(scope):
     state, (updates, info) = thresholds_and_updates(
         optaxclip.clip_by(scope, THRESHOLDS), STEPS, PARAMS
     )
@@ -69,7 +69,7 @@ def test_each_group_has_its_own_rule(scope):
         assert 0 < info.num_clipped[-1, i] < 8
 
 
-def test_the_only_group():
+def test_threshold_by_name_accepts_single_group():
     rule = thresholds.percentile(50.0, window=3)
     by_name, alone = (optaxclip.clip_by(scopes.tree(), x) for x in ({"tree": rule}, rule))
     state, found = thresholds_and_updates(by_name, STEPS, PARAMS)
@@ -77,7 +77,7 @@ def test_the_only_group():
     assert list(state.rule) == ["tree"]
 
 
-def test_a_group_that_a_step_lacks_keeps_its_state():
+def test_missing_group_keeps_rule_state():
     tx = optaxclip.clip_by(scopes.leaf(), {"a": 1.0, "b": thresholds.zscore(warmup_steps=1)})
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     _, before = tx.update(params, tx.init(params))
@@ -88,7 +88,7 @@ def test_a_group_that_a_step_lacks_keeps_its_state():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("tree", [{}, (), {"w": None}])
-def test_a_tree_without_leaves_needs_no_rule(tree):
+def test_empty_tree_needs_no_rules(tree):
     rules = {"a": 1.0, "b": thresholds.zscore(), "c": thresholds.relative_to_params(0.1)}
     for record in ({}, {"record": False}):
         some = {"a": 1.0, "b": 2.0} if record else rules
@@ -99,14 +99,14 @@ def test_a_tree_without_leaves_needs_no_rule(tree):
         assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
-def test_once():
+def test_clip_tree_matches_first_update_of_clip_by():
     tree, info = optaxclip.clip_tree(at(STEPS, 0), THRESHOLDS, scope=scopes.leaf(), params=PARAMS)
     clip = optaxclip.clip_by(scopes.leaf(), THRESHOLDS)
     assert_same(tree, clip.update(at(STEPS, 0), clip.init(PARAMS), PARAMS)[0])
     assert info.threshold[NAMES.index("schedule")] == 2.0
 
 
-def test_a_rule_around_a_schedule():
+def test_rule_may_wrap_schedule():
     """Whose state is none of its own, but part of it."""
     inner = thresholds.schedule(optax.linear_schedule(2.0, 1.0, 10))
 
@@ -124,7 +124,7 @@ def test_a_rule_around_a_schedule():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("value", [-1.0, jnp.float32(-1)], ids=["python", "jax"])
-def test_a_schedule_below_0_acts_as_0(value):
+def test_negative_schedule_acts_as_zero(value):
     tx = optaxclip.clip_by(scopes.tree(), lambda count: value)
     updates, state = tx.update(PARAMS, tx.init(PARAMS))
     assert state.info.threshold == 0

@@ -68,7 +68,7 @@ def own(update, state=0):
 
 @pytest.mark.by_day(5)
 @pytest.mark.parametrize("wrong", RETURNS)
-def test_what_an_update_must_return_is_said(wrong):
+def test_invalid_rule_updates_raise(wrong):
     update, said = RETURNS[wrong]
     tx = clip_by(scopes.leaf(), own(update))
     with pytest.raises((TypeError, ValueError), match=f"^clip_by: the update of .* {said}"):
@@ -81,7 +81,7 @@ def test_what_an_update_must_return_is_said(wrong):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("wrap", [skip_above, "loss", "tree"])
-def test_it_is_said_wherever_a_rule_is_used(wrap):
+def test_invalid_rule_raises_in_skip_and_clip_tree(wrap):
     rule = own(lambda norms, state: (Thresholds(1.0, 1.0), state))
     if wrap == "tree":
         with pytest.raises(
@@ -106,7 +106,7 @@ def test_it_is_said_wherever_a_rule_is_used(wrap):
         (lambda n, s: (Thresholds(n.astype(jnp.bfloat16), n), s), 5.0),
     ],
 )
-def test_what_is_right_passes(update, expected):
+def test_valid_custom_rules_pass_checks(update, expected):
     tx = clip_by(scopes.leaf(), own(update))
     state = tx.init(GRADS)
     for _ in range(2):
@@ -114,12 +114,12 @@ def test_what_is_right_passes(update, expected):
     assert state.info.threshold[1] == expected
 
 
-def test_a_state_of_a_python_number_becomes_an_array():
+def test_rule_state_of_python_number_becomes_array():
     tx = clip_by(scopes.tree(), own(lambda n, s: (Thresholds(n, n), 1)))
     assert tx.update(GRADS, tx.init(GRADS))[1].rule == 1
 
 
-def test_functions_that_take_something_else_are_refused_at_once():
+def test_rules_with_wrong_signature_raise():
     calls = {"update": r"\(norms, state, param_norms\)", "init": r"\(norms\)"}
     update, init = (rf"threshold\.{x} must be a function of {calls[x]}, got " for x in calls)
     rules = {
@@ -134,7 +134,7 @@ def test_functions_that_take_something_else_are_refused_at_once():
             skip_above(optax.sgd(1.0), 1.0, loss_threshold=rule)
 
 
-def test_a_rule_without_memory_takes_the_state_that_a_checkpoint_made_of_nothing():
+def test_stateless_rule_accepts_empty_checkpoint_state():
     rule = ThresholdRule(lambda norms: (), lambda norms, state, _: (Thresholds(norms, norms), ()))
     tx = clip_by(scopes.leaf(), rule)
     for nothing in (None, {}, ()):
@@ -142,7 +142,7 @@ def test_a_rule_without_memory_takes_the_state_that_a_checkpoint_made_of_nothing
         assert after.rule == ()
 
 
-def test_functions_without_a_signature_are_tried():
+def test_functions_without_signature_raise_only_if_called():
     """As many functions in C are; what is wrong with one is said when it is called."""
     with pytest.raises(ValueError, match="no signature found"):
         inspect.signature(max)
@@ -199,7 +199,7 @@ NO_SCHEDULES = {
 @pytest.mark.by_day(60)
 @pytest.mark.parametrize("wrong", NO_SCHEDULES)
 @pytest.mark.parametrize("argument", MAKERS)
-def test_a_function_that_is_no_schedule_is_refused_at_once(wrong, argument):
+def test_functions_other_than_schedules_raise(wrong, argument):
     if wrong == "a vector" and argument in ANY_SHAPE:
         MAKERS[argument](NO_SCHEDULES[wrong][0])
         return
@@ -245,14 +245,14 @@ SCHEDULES = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_is_taken_whatever_it_is_at_first(name):
+def test_schedules_accept_any_initial_value(name):
     with jax.numpy_dtype_promotion("standard"):
         tx = optaxclip.clip_by_global_norm(SCHEDULES[name])
         _, state = tx.update(GRADS, tx.init(GRADS))
         assert state.info.threshold == SCHEDULES[name](jnp.int32(0))
 
 
-def test_a_schedule_of_traced_numbers_and_of_axes_is_taken():
+def test_schedules_accept_traced_numbers_and_axis_index():
     def clipped(top):
         tx = optaxclip.clip_by_global_norm(lambda count: top * 0.9 ** count.astype(float))
         return ops.global_norm(tx.update(GRADS, tx.init(GRADS))[0])
@@ -266,7 +266,7 @@ def test_a_schedule_of_traced_numbers_and_of_axes_is_taken():
     np.testing.assert_allclose(jnp.linalg.norm(clip(rows), axis=1), [1.0, 2.0], rtol=1e-6)
 
 
-def test_a_schedule_is_called_once_without_computing():
+def test_schedule_check_calls_function_once_without_computation():
     calls = []
 
     def schedule(count):
@@ -279,7 +279,7 @@ def test_a_schedule_is_called_once_without_computing():
     assert [count.dtype for count in calls] == [jnp.int32]
 
 
-def test_a_schedule_that_needs_promotion_may_be_made_where_there_is_none():
+def test_schedule_check_tolerates_implicit_promotion():
     assert jax.config.jax_numpy_dtype_promotion == "strict"
     tx = optaxclip.clip_by_global_norm(SCHEDULES["warm-up"])
     with jax.numpy_dtype_promotion("standard"):

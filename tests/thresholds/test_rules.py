@@ -208,13 +208,13 @@ def assert_as_printed(values, words, slack):
             assert abs(value - float(word)) <= half + slack * max(1, value), (step, value, word)
 
 
-def test_every_table_has_a_rule():
+def test_printed_tables_have_rules():
     assert list(TABLES) == list(CASES)
 
 
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", TABLES)
-def test_sequence_as_printed(name):
+def test_rules_match_printed_sequences(name):
     case, table = CASES[name], TABLES[name]
     norms = norms_of(table)
     ours, reference = computed(case.rule, norms), case.reference(norms)
@@ -226,7 +226,7 @@ def test_sequence_as_printed(name):
             assert_as_printed(column(key, ours, norms), words, FLOAT32 + eps)
 
 
-def test_medians_of_few_norms_and_while_the_window_fills():
+def test_median_matches_reference_while_window_fills():
     norms, periods = random_norms(0, 60), (1, 2, 3, 7, 15, 41, 50)
     rules = {period: thresholds.median(2.0, period, floor=0.0) for period in periods}
     found = jax.jit(lambda: {period: drive(rule, norms)[0] for period, rule in rules.items()})()
@@ -244,7 +244,7 @@ ONE_OF_EACH += ("Lingvo", "axlearn stddev", "Stable-SPAM", "quantile", "quantile
 @pytest.mark.by_day(15)
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
 @pytest.mark.parametrize("name", slow_unless(ONE_OF_EACH.__contains__, CASES))
-def test_follows_the_published_rule_at_every_scale(name, scale):
+def test_rules_match_published_references_at_all_scales(name, scale):
     groups = (2,) if "AdaGC" in name else ()
     norms = np.float32(scale) * random_norms(0, 400, *groups)
     ours, reference = computed(CASES[name].rule, norms), CASES[name].reference(np.float64(norms))
@@ -269,7 +269,7 @@ GROUPS = 5
         pytest.param({"floor": 0.0}, id="no floor"),
     ],
 )
-def test_steps_that_are_not_finite_leave_no_trace(name, floor):
+def test_rules_ignore_nonfinite_steps(name, floor):
     rule, norms = RULES[name](**floor), random_norms(0, 60, GROUPS)
     expected = run(rule, norms)
     assert no_nan(expected)
@@ -284,7 +284,7 @@ def test_steps_that_are_not_finite_leave_no_trace(name, floor):
 
 @pytest.mark.by_day(4)
 @each_rule
-def test_a_group_that_is_not_finite_leaves_the_others_alone(name):
+def test_rules_isolate_nonfinite_groups(name):
     # In the warm-up of AdaGC the groups share the global norm.
     rule = RULES[name](warmup_steps=0) if name == "adagc" else RULES[name]()
     norms, bad = random_norms(0, 60, GROUPS), np.random.default_rng(0).random(60) < 0.3
@@ -308,7 +308,7 @@ def test_a_group_that_is_not_finite_leaves_the_others_alone(name):
     assert_same(at(mixed, ~bad), at(sorted_, slice(60 - bad.sum())))
 
 
-def test_a_bad_group_in_the_warm_up_of_adagc_is_as_one_without_gradient():
+def test_adagc_warmup_treats_nonfinite_group_as_zero():
     rule, norms = RULES["adagc"](), random_norms(0, 5, GROUPS)
     bad, without = norms.copy(), norms.copy()
     bad[:, 1], without[:, 1] = np.nan, 0
@@ -321,7 +321,7 @@ def test_a_bad_group_in_the_warm_up_of_adagc_is_as_one_without_gradient():
 
 @pytest.mark.by_day(2)
 @each_rule
-def test_scan_equals_the_loop_and_types_stay(name):
+def test_rules_in_scan_match_loop_and_keep_types(name):
     rule, norms = RULES[name](), random_norms(0, 60, GROUPS)
     expected = run(rule, norms)
     assert_close(drive(rule, norms), expected)

@@ -47,7 +47,7 @@ def multiplied(rule, norms):
 @each_recording
 @pytest.mark.parametrize("record", ["raw", "clipped", "capped", "accepted"])
 @pytest.mark.parametrize("patience", [None, 1, 3])
-def test_record_and_patience_say_what_the_statistic_learns(name, record, patience):
+def test_record_and_patience_select_recorded_norms(name, record, patience):
     # A long rise, so that patience runs out, comes back and runs out again.
     norms = np.where(np.arange(60) // 15 % 2, 6, 1) * random_norms(0, 60)
     rule = RECORDING[name](record=record, patience=patience, floor=0.0)
@@ -93,7 +93,7 @@ def test_no_threshold_until_so_many_norms_are_recorded(name, steps):
 
 @pytest.mark.by_day(5)
 @each_rule
-def test_norms_below_the_floor_are_as_if_they_had_not_been(name):
+def test_rules_ignore_norms_below_floor(name):
     norms = np.maximum(random_norms(0, 60), np.float32(0.7))
     patience = {"patience": None} if "patience" in parameters(RULES[name]) else {}
     rule = RULES[name](floor=0.7, **patience)
@@ -130,7 +130,7 @@ def test_no_threshold_falls_below_the_floor(make):
     assert drive(make(floor=0.0), jnp.full(10, 0.75))[0][-1] < 0.7
 
 
-def test_the_log_tracker_rejects_to_zero_whatever_the_floor():
+def test_log_tracker_rejects_to_zero_despite_floor():
     target = drive(thresholds.log_tracker(0.5), jnp.ones(10))[1]
     np.testing.assert_array_equal(target, [np.inf] * 3 + [0] * 7)
     tx = clip_by(scopes.tree(), thresholds.log_tracker(0.9))
@@ -176,7 +176,7 @@ def test_a_cap_above_the_threshold_does_not_change_what_normalize_aims_at(rule):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["zscore", "debiased", "window"])
-def test_the_variance_of_nearly_constant_norms_does_not_cancel(kind):
+def test_variance_of_nearly_constant_norms_keeps_precision(kind):
     norms = np.float32(1e4 + 0.1 * np.random.default_rng(0).normal(size=500))
     options = {"z_thresh": 100.0, "option": "percentile"}
     rule, reference = {
@@ -197,13 +197,13 @@ def test_the_variance_of_nearly_constant_norms_does_not_cancel(kind):
 @pytest.mark.by_day(10)
 @each_rule
 @pytest.mark.parametrize("step", [0, 1, 30])
-def test_a_huge_finite_norm_spoils_nothing(name, step):
+def test_rules_stay_finite_after_huge_norm(name, step):
     norms = random_norms(0, 60)
     norms[step] = 1e30
     assert no_nan(run(RULES[name](), norms))
 
 
-def test_a_huge_norm_in_the_warm_up_of_adagc_is_clipped_like_any_other():
+def test_adagc_warmup_clips_huge_norms():
     norms = np.float32([[3e20, 4e20], [3, 4]])
     _, target, state = drive(thresholds.adagc(warmup_steps=2), norms)
     np.testing.assert_allclose(target, [[0.6, 0.8]] * 2, rtol=1e-6)
@@ -239,14 +239,14 @@ EXTREME = [
 @pytest.mark.by_day(24)
 @pytest.mark.parametrize(("rule", "options"), EXTREME, ids=lambda x: str(x).replace(" ", ""))
 @pytest.mark.parametrize("floor", [0.0, 1e-8])
-def test_no_allowed_parameter_gives_nan(rule, options, floor):
+def test_rules_return_no_nan_for_extreme_arguments(rule, options, floor):
     norms = np.float32([0] * 5 + [1] * 300 + [2, 0, 0.5, 1e-6])
     assert no_nan(drive(getattr(thresholds, rule)(**options, floor=floor), norms)[:2])
 
 
 @pytest.mark.by_day(2)
 @each_rule
-def test_checkify_finds_nothing_on_finite_norms(name):
+def test_checkify_accepts_rules_with_finite_norms(name):
     rule = RULES[name]()
     checked = jax.jit(checkify.checkify(rule.update, errors=checkify.float_checks))
     state = rule.init(jnp.zeros(()))
@@ -266,7 +266,7 @@ subject_or_slow = slow_unless(lambda name: name not in FURTHER, SUBJECTS)
 @pytest.mark.by_day(1)
 @long_loops
 @pytest.mark.parametrize("name", subject_or_slow)
-def test_defaults_recover_from_a_rise_by_five(name):
+def test_default_rules_recover_from_fivefold_increase(name):
     subject = SUBJECTS[name]
     (steps,) = recovery.steps_to_recover(subject.make(), (5.0,), skips=subject.skips)
     assert steps <= 3000
@@ -277,7 +277,7 @@ def test_defaults_recover_from_a_rise_by_five(name):
 @pytest.mark.parametrize(
     "name", [case for case in subject_or_slow if SUBJECTS[case.values[0]].original]
 )
-def test_published_settings_recover_as_the_originals_do(name):
+def test_published_settings_recover_like_original_implementations(name):
     """But for the random sequence: by 30 steps or 5 %, also of where they stopped looking."""
     subject = SUBJECTS[name]
     steps = recovery.steps_to_recover(subject.published(), skips=subject.skips)
@@ -293,7 +293,7 @@ def test_published_settings_recover_as_the_originals_do(name):
 @pytest.mark.parametrize(
     ("relative", "beta", "doubles_in"), [(1.05, 0.98, 694), (1.04, 0.99, 1734)]
 )
-def test_the_growth_of_adagc_is_limited_as_published(relative, beta, doubles_in):
+def test_adagc_threshold_grows_at_published_rate(relative, beta, doubles_in):
     rule = thresholds.adagc(relative, 1.0, beta, patience=None)
     trigger = np.asarray(drive(rule, recovery.rising_norms((5.0,))[0])[0], np.float64)[101:]
     growth, fastest = trigger[1:] / trigger[:-1], 1 + (1 - beta) * (relative - 1)
@@ -305,7 +305,7 @@ def test_the_growth_of_adagc_is_limited_as_published(relative, beta, doubles_in)
 @pytest.mark.by_day(1)
 @long_loops
 @pytest.mark.parametrize("name", subject_or_slow)
-def test_after_zero_norms_a_normal_signal_passes(name):
+def test_rules_recover_after_zero_norms(name):
     rule = SUBJECTS[name].make()
     signal = np.float32(np.exp(0.1 * np.random.default_rng(0).normal(size=360)))
     expected = multiplied(rule, signal)
@@ -321,7 +321,7 @@ def test_after_zero_norms_a_normal_signal_passes(name):
 @pytest.mark.by_day(1)
 @long_loops
 @pytest.mark.parametrize("name", ["ZClip", "AdaGC .98 1.05"])
-def test_published_settings_pass_nothing_for_ever_after_zeros_in_the_warm_up(name):
+def test_published_settings_lock_after_zero_norms_in_warmup(name):
     norms = np.float32([0] * 40 + [1] * 1000)
     assert np.all(multiplied(SUBJECTS[name].published(), norms)[200:] == 0)
 
@@ -329,7 +329,7 @@ def test_published_settings_pass_nothing_for_ever_after_zeros_in_the_warm_up(nam
 @pytest.mark.by_day(1)
 @long_loops
 @pytest.mark.parametrize("option", ["adaptive", "mean", "percentile"])
-def test_constant_norms_in_the_warm_up_do_not_lock_the_zscore(option):
+def test_zscore_recovers_from_constant_warmup(option):
     """Nor if no norm ever falls below them again, which would end the absorbing state."""
     noise = np.abs(0.1 * np.random.default_rng(0).normal(size=500))
     norms = np.float32(np.concatenate([np.ones(25), 1.01 + noise]))

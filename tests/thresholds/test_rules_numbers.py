@@ -39,7 +39,7 @@ def average(decay):
     return np.array(found)
 
 
-def test_the_target_may_differ_in_its_decay_or_in_its_ratio():
+def test_ema_accepts_separate_target_decay_and_ratio():
     ema = functools.partial(thresholds.ema, 0.9, 100.0)
     for make, target in {
         functools.partial(ema, target_decay=0.5): 100 * average(0.5),
@@ -51,7 +51,7 @@ def test_the_target_may_differ_in_its_decay_or_in_its_ratio():
         np.testing.assert_allclose(targets, target, rtol=1e-6)
 
 
-def test_the_first_norm_that_is_recorded_is_judged_by_itself():
+def test_ema_starts_average_with_first_recorded_norm():
     @jax.jit
     @jax.vmap
     def triggers(skip_steps):
@@ -65,7 +65,7 @@ def test_the_first_norm_that_is_recorded_is_judged_by_itself():
         np.testing.assert_allclose(found, 100 * np.array(expected), rtol=1e-6)
 
 
-def test_rules_take_norms_by_name():
+def test_rules_accept_norms_keyword():
     for rule in (thresholds.constant(1.0), thresholds.schedule(float), thresholds.ema(0.9, 1.5)):
         shape = jax.tree.structure(rule.init(jnp.zeros(3)))
         assert jax.tree.structure(rule.init(norms=jnp.zeros(3))) == shape
@@ -85,7 +85,7 @@ WITHOUT_MEMORY = {
 
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("make", WITHOUT_MEMORY.values(), ids=WITHOUT_MEMORY)
-def test_an_average_with_the_decay_0_is_the_last_norm_however_large_those_before(make):
+def test_zero_decay_uses_only_last_norm(make):
     # This rule judges a norm by averages that include it.
     at = 2 if make.func is thresholds.mean_over_rms else 3
     fallen, steady = (thresholds_of(np.float32([norm, norm, 1, 1]), make) for norm in (1e10, 1))
@@ -107,7 +107,7 @@ OF_ANY_SIZE = {
 SEQUENCES = [1, 0.9, 0.95, 1, 0.92], [1, 0.1, 1, 0.1, 1], [1e-3, 1.1e-3, 9e-4, 1, 1e-3]
 
 
-def test_norms_are_judged_alike_from_one_end_of_the_range_to_the_other():
+def test_rules_scale_with_norms_across_float_range():
     """In a compiled step of one norm, where XLA rewrites quotients of quotients."""
     rules = {name: make(floor=0.0) for name, make in OF_ANY_SIZE.items()}
 
@@ -140,7 +140,7 @@ def test_norms_are_judged_alike_from_one_end_of_the_range_to_the_other():
                     np.testing.assert_allclose(found, wanted, rtol=2e-5, err_msg=name)
 
 
-def test_the_score_of_small_norms_starts_from_nothing():
+def test_zscore_adds_constant_to_deviation_of_small_norms():
     """Its deviation has 1e-6 added, as published, so that thresholds do not scale."""
     norms = np.float32(1e-6) * NORMS
     trigger, _ = thresholds_of(
@@ -169,7 +169,7 @@ WITHOUT_A_CAP = {"mean_over_rms": {"mean_decay": 0.5, "square_decay": 0.5, "eps"
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
-def test_numbers_may_have_any_dtype(name):
+def test_rule_arguments_accept_any_dtype(name):
     given = (GIVEN | WITHOUT_A_CAP)[name]
 
     def threshold_values(numbers):
@@ -195,20 +195,20 @@ def test_numbers_may_have_any_dtype(name):
 
 
 @pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
-def test_a_rule_made_anew_needs_no_other_program(name):
+def test_equal_rules_have_equal_tree_structure(name):
     one, other = (jax.tree.structure(getattr(thresholds, name)()) for _ in range(2))
     assert (one, hash(one)) == (other, hash(other))
 
 
 @pytest.mark.usefixtures("x64")
-def test_gradients_of_float64_beside_parameters_of_float32():
+def test_float64_gradients_combine_with_float32_params():
     params, grads = jnp.ones(3, jnp.float32), jnp.ones(3, jnp.float64)
     tx = optaxclip.adaptive_grad_clip(0.5)
     updates, _ = jax.eval_shape(tx.update, grads, tx.init(params), params)
     assert updates.dtype == jnp.float64
 
 
-def test_a_share_of_the_parameters_may_be_on_a_schedule():
+def test_adaptive_grad_clip_accepts_schedule():
     tx = optaxclip.adaptive_grad_clip(lambda count: 0.5 / (1 + count.astype(jnp.float32)))
     params, grads = np.float32([3.0, 4.0]), np.float32([30.0, 40.0])
     state = tx.init(params)
@@ -228,7 +228,7 @@ def test_a_threshold_by_name_for_the_whole_tree_and_for_units():
 
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
-def test_every_rule_has_a_floor_and_a_cap(name):
+def test_rules_apply_floor_and_max_norm(name):
     options, threshold = ({}, 2.0) if name in WITHOUT_A_CAP else ({"max_norm": 0.5}, 0.5)
     rule = getattr(thresholds, name)(floor=2.0, **options)
 
@@ -244,7 +244,7 @@ def test_every_rule_has_a_floor_and_a_cap(name):
     assert state.num_recorded == before.num_recorded
 
 
-def test_a_window_warms_up_for_half_of_its_length():
+def test_window_warms_up_for_half_window():
     triggers, _ = thresholds_of(NORMS, functools.partial(thresholds.window, window=6))
     assert np.isinf(triggers).tolist() == [True, True, True, False, False]
     shortest, _ = thresholds_of(NORMS, functools.partial(thresholds.window, window=2))
@@ -255,7 +255,7 @@ def test_a_window_warms_up_for_half_of_its_length():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_of_a_quantile_over_examples_may_have_any_dtype(kind):
+def test_quantile_limit_arguments_accept_any_dtype(kind):
     names = (
         "target",
         "learning_rate",
@@ -284,7 +284,7 @@ def test_the_log_tracker_has_a_least_threshold():
 
 
 @pytest.mark.parametrize("debias", [False, True])
-def test_an_average_that_forgets_nothing_stays_at_the_first_norm(debias):
+def test_ema_with_unit_decay_keeps_first_norm(debias):
     make = functools.partial(thresholds.ema, 1.0, 2.0, debias=debias, record="raw", floor=0.0)
     trigger, _ = thresholds_of(NORMS * 3, make)
     np.testing.assert_allclose(trigger[1:], 6, rtol=1e-6)
@@ -300,14 +300,14 @@ def test_a_norm_at_its_threshold_is_not_above_it():
     assert (state.num_recorded, state.num_consecutive_clipped) == (2, 0)
 
 
-def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
+def test_additive_quantile_stops_at_zero():
     make = functools.partial(thresholds.quantile, 0.5, 4.0, 1.0, geometric=False, floor=0.0)
     np.testing.assert_array_equal(thresholds_of(NORMS, make)[0], [1, 0, 2, 0, 2])
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("rise", [False, True])
-def test_a_quantile_comes_back_from_the_ends_of_the_range(rise):
+def test_quantile_returns_from_range_limits(rise):
     """Each step multiplies by about e; 200 of them one way, then 200 the other way."""
 
     def of_norms(threshold, is_above):
@@ -334,18 +334,18 @@ def test_a_quantile_comes_back_from_the_ends_of_the_range(rise):
         assert all(np.all(threshold_values == end) for threshold_values in run(jnp.float32(end)))
 
 
-def test_adagc_of_no_groups():
+def test_adagc_accepts_no_groups():
     rule, none = thresholds.adagc(), jnp.zeros(0)
     threshold_values, state = jax.eval_shape(rule.update, none, rule.init(none), None)
     assert threshold_values.target.shape == state.num_recorded.shape == (0,)
 
 
-def test_without_a_warm_up_adagc_lets_the_first_norm_pass():
+def test_adagc_without_warmup_passes_first_norm():
     triggers, _ = thresholds_of(NORMS, functools.partial(thresholds.adagc, 1.5, warmup_steps=0))
     np.testing.assert_allclose(triggers[:2], [np.inf, 1.5])
 
 
-def test_what_is_added_to_the_root_mean_square_lowers_the_target():
+def test_mean_over_rms_eps_lowers_target():
     _, targets = thresholds_of(NORMS, functools.partial(thresholds.mean_over_rms, eps=1.0))
     np.testing.assert_allclose(targets[0], 0.5, rtol=1e-6)
 
@@ -369,7 +369,7 @@ def test_the_threshold_of_a_first_loss_below_zero(name):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_integers_of_more_than_32_bits_are_taken_for_floats(sign):
+def test_check_threshold_converts_large_integers_to_floats(sign):
     for number, kind in ((2**31 - 1, int), (2**31, float), (2**40, float), (10**400, float)):
         found = check_threshold_value(sign * number, "threshold", allow_any_number=True)
         assert type(found) is kind
@@ -378,12 +378,12 @@ def test_integers_of_more_than_32_bits_are_taken_for_floats(sign):
         jax.eval_shape(lambda rule: rule, make(warmup_steps=2**40, patience=2**40))
 
 
-def test_the_first_norm_is_the_first_mean_even_without_a_warm_up():
+def test_zscore_without_warmup_starts_with_first_norm():
     make = functools.partial(thresholds.zscore, 0.9, 2.0, 0, option="percentile")
     np.testing.assert_allclose(thresholds_of(NORMS + 3, make)[0][:2], [np.inf, 4], rtol=1e-6)
 
 
-def test_roots_of_squares_of_any_sign_and_size():
+def test_safe_hypot_survives_extreme_values():
     x, y = np.float32([-3e30, 3e-30, 0, -3e-30]), np.float32([4e30, -4e-30, -5, 0])
     np.testing.assert_allclose(safe_hypot(x, y), [5e30, 5e-30, 5, 3e-30], rtol=1e-6)
 
@@ -396,7 +396,7 @@ WITHOUT_THRESHOLD = {
 }
 
 
-def test_where_nothing_is_limited_the_derivative_is_that_of_the_norm():
+def test_infinite_rules_pass_derivative_of_norm():
     def brought_to(norm, make):
         rule = make()
         state = rule.init(norm)

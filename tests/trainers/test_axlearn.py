@@ -107,7 +107,7 @@ def gradients(step):
     return {"c": jnp.float32(bad), "v": jnp.asarray(size * rng.normal(size=4), jnp.float32)}
 
 
-def test_a_skip_around_axlearns_optimizers(axlearn):
+def test_axlearn_page_wraps_optimizers_in_skip(axlearn):
     optimizers, make_param, make_spec = axlearn
     block = shown_code.block_with("docs/trainers.md", "def specs_of")
     shown = shown_code.run(block, "docs/trainers.md")

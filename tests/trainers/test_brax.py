@@ -53,7 +53,7 @@ def losses_of(imported, monkeypatch):
 
 # It compiles whole episodes.
 @pytest.mark.slow
-def test_it_trains_as_with_the_clip_of_optax(losses_of):
+def test_brax_trains_like_with_optax_clip(losses_of):
     expected = losses_of(optax.clip_by_global_norm)
     unclipped = losses_of(optax.clip_by_global_norm, threshold=1e9)
     assert abs(expected[-1] - unclipped[-1]) > 0.1
@@ -65,13 +65,13 @@ def test_it_trains_as_with_the_clip_of_optax(losses_of):
 
 
 @pytest.mark.slow
-def test_without_a_word_on_the_devices_it_is_an_error_that_says_what_to_pass(losses_of):
+def test_brax_without_specs_raises_with_remedy(losses_of):
     with pytest.raises(ValueError, match=r"specs=P\(\)|PartitionSpec\(\)"):
         losses_of(optaxclip.clip_by_global_norm)
 
 
 @pytest.mark.parametrize("clip", [optax.clip_by_global_norm, optaxclip.clip_by_global_norm])
-def test_its_own_step_is_averaged_before_it_is_clipped(imported, clip):
+def test_brax_averages_gradients_before_clipping(imported, clip):
     gradients = imported("brax.training.gradients")
     specs = {"specs": PartitionSpec()} if clip is optaxclip.clip_by_global_norm else {}
     tx = optax.chain(clip(1.0, **specs), optax.sgd(1.0))

@@ -47,7 +47,7 @@ def ours(method):
         {"keep_batch_dim": False},
     ],
 )
-def test_sums_and_sensitivities_are_theirs(imported, options, method):
+def test_sums_and_sensitivities_match_jax_privacy(imported, options, method):
     theirs = imported("jax_privacy.clipping")
     accounting = imported("dp_accounting")
     common = {"l2_clip_norm": 1.0, "batch_argnums": (1, 2), **options}
@@ -90,7 +90,7 @@ def _cases(suite):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("file", ["gradient_clipping_test.py", "clipping_test.py"])
-def test_its_own_suite_passes(imported, file, method):
+def test_clipped_grad_passes_jax_privacy_tests(imported, file, method):
     if not FOLDER:
         pytest.skip("JAX_PRIVACY_TESTS does not name the folder of its tests, at tag v2.0.0")
     imported("jax_privacy.clipping")

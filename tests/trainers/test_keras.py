@@ -46,7 +46,7 @@ def with_clip(keras, clip):
     return Adam(0.01)
 
 
-def test_in_fit_it_is_the_clip_of_keras(keras, model):
+def test_keras_fit_matches_global_clipnorm(keras, model):
     start = model.get_weights()
     runs = {}
     for name, optimizer in {
@@ -60,7 +60,7 @@ def test_in_fit_it_is_the_clip_of_keras(keras, model):
     assert abs(runs["ours"][-1] / runs["without"][-1] - 1) > 1e-3
 
 
-def test_in_fit_any_clip_without_memory_is_taken(keras, model):
+def test_keras_fit_accepts_clips_without_record(keras, model):
     clip = optaxclip.clip_by_group_norm(
         {"kernel": THRESHOLD, "bias": THRESHOLD}, ["kernel", "bias"] * 2, record=False
     )
@@ -68,7 +68,7 @@ def test_in_fit_any_clip_without_memory_is_taken(keras, model):
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_in_a_loop_of_ones_own_the_record_is_logged(keras, model):
+def test_keras_custom_loop_logs_metrics(keras, model):
     tx = optax.chain(optaxclip.zclip(warmup_steps=3, max_norm=THRESHOLD), optax.adam(0.01))
     params = [variable.value for variable in model.trainable_variables]
 
@@ -94,7 +94,7 @@ def test_in_a_loop_of_ones_own_the_record_is_logged(keras, model):
     assert logs[-1]["loss"] < 0.95 * logs[0]["loss"]
 
 
-def test_in_fit_a_rule_keeps_its_state_in_variables(keras, model, tmp_path):
+def test_keras_fit_stores_rule_state_in_variables(keras, model, tmp_path):
     block = shown_code.block_with("docs/trainers.md", "def clip_state")
     shown = shown_code.run(block, "docs/trainers.md", keras=keras, jax=jax, optaxclip=optaxclip)
     make = shown["Adam"]

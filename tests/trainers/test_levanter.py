@@ -64,12 +64,12 @@ def losses_of(imported, config, folder, crash_on_nan):
     return losses, logged, state
 
 
-def test_it_stops_before_a_skip_can_help(imported, config, tmp_path):
+def test_levanter_stops_at_nan_loss_despite_skip(imported, config, tmp_path):
     with pytest.raises(RuntimeError, match="Loss is NaN"):
         losses_of(imported, config, tmp_path, crash_on_nan=True)
 
 
-def test_a_skip_saves_the_run_that_does_not_stop(imported, config, tmp_path):
+def test_levanter_continues_with_skip_nonfinite(imported, config, tmp_path):
     losses, logged, state = losses_of(imported, config, tmp_path, crash_on_nan=False)
     assert np.isnan(losses).tolist() == [i == BAD for i in range(STEPS)]
     skipped = [of_step["skip_nonfinite/num_skipped"] for of_step in logged]

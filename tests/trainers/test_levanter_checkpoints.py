@@ -24,7 +24,7 @@ TX = optax.chain(
 
 
 @pytest.mark.slow
-def test_a_state_is_stored_and_restored(imported, tmp_path):
+def test_levanter_checkpoints_restore_states(imported, tmp_path):
     stores = imported("levanter.tensorstore_serialization")
     _, state = TX.update(PARAMS, TX.init(PARAMS), PARAMS)
     mesh = jax.make_mesh((1,), ("data",))

@@ -49,7 +49,7 @@ def by_levanter(imported, threshold):
 
 
 @pytest.mark.parametrize("build", [by_eformer, by_levanter])
-def test_it_trains_as_with_the_clip_of_optax(imported, monkeypatch, build):
+def test_optimizer_factories_train_like_with_optax_clip(imported, monkeypatch, build):
     expected, _ = losses_with(build(imported, THRESHOLD))
     unclipped, _ = losses_with(build(imported, 1e9))
     assert abs(expected[-1] / unclipped[-1] - 1) > 1e-4

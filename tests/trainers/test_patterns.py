@@ -55,7 +55,7 @@ def apply_gradient_clipping(raw_grads, state, clip):
 
 
 @pytest.mark.parametrize("has_fp8", [False, True])
-def test_maxtext_hands_its_train_state_to_a_clip(has_fp8):
+def test_clip_accepts_maxtext_train_state(has_fp8):
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adamw(1e-3))
     stats = {OVERWRITE_WITH_GRADIENT: {"amax": jnp.full(16, 448.0)}} if has_fp8 else {}
 
@@ -79,7 +79,7 @@ def test_maxtext_hands_its_train_state_to_a_clip(has_fp8):
         np.testing.assert_array_equal(stats_left["amax"], stats[OVERWRITE_WITH_GRADIENT]["amax"])
 
 
-def test_maxtext_passes_loss_and_norm_and_logs_a_flat_dict():
+def test_skip_above_accepts_maxtext_loss_and_norm():
     """src/maxtext/trainers/pre_train/train.py, train_step with skip_step_on_spikes."""
     spikes = thresholds.window(6.0, 8, ddof=1, min_std=0.0, warmup_steps=3)
     inner = optax.chain(optaxclip.clip_by_global_norm(THRESHOLD), optax.sgd(1.0, momentum=0.9))
@@ -110,7 +110,7 @@ def test_maxtext_passes_loss_and_norm_and_logs_a_flat_dict():
     assert skipped == [0, 0, 0, 0, 0, 1, 2, 2]
 
 
-def test_maxtext_keeps_the_state_of_a_rule_in_an_nnx_optimizer():
+def test_maxtext_nnx_optimizer_keeps_rule_state():
     """src/maxtext/common/train_state_nnx.py and train_step, as it is by default (`pure_nnx`)."""
 
     class TrainStateNNX(nnx.Module):
@@ -156,7 +156,7 @@ def test_maxtext_keeps_the_state_of_a_rule_in_an_nnx_optimizer():
     assert np.isfinite(logged[-1]["learning/loss"])
 
 
-def test_nanodo_looks_into_the_state_of_multi_steps():
+def test_metrics_read_nanodo_multi_steps_state():
     """nanodo/optimizer.py, get_optimizer, and nanodo/train.py, _train_step."""
 
     @jax.jit
@@ -189,7 +189,7 @@ def test_nanodo_looks_into_the_state_of_multi_steps():
 
 
 @clips
-def test_big_vision_masks_the_clip_and_freezes_leaves(make):
+def test_masked_clip_supports_big_vision_freezing(make):
     """big_vision/optax.py, make: frozen leaves neither count in the norm nor move."""
     frozen = {"encoder": {"kernel": True, "bias": False}, "head": {"kernel": False}}
     trained = jax.tree.map(lambda x: not x, frozen)
@@ -217,7 +217,7 @@ def test_big_vision_masks_the_clip_and_freezes_leaves(make):
 
 
 @clips
-def test_flax_boxed_parameters_stay_in_their_boxes(make):
+def test_clip_keeps_flax_boxes(make):
     class Model(linen.Module):
         @linen.compact
         def __call__(self, x):
@@ -254,7 +254,7 @@ def derive_optax_logical_axes(state, axes, rules):
     return jax.tree.unflatten(treedef, [rules[type(x)](x, axes) for x in flattened])
 
 
-def test_t5x_rules_by_the_type_of_a_state():
+def test_t5x_rules_handle_clip_state():
     def chain(clip):
         return optax.chain(clip, optax.trace(0.9), optax.scale_by_schedule(lambda count: 1.0))
 
@@ -277,7 +277,7 @@ def test_t5x_rules_by_the_type_of_a_state():
 
 
 @clips
-def test_purejaxrl_maps_seeds_over_scans(make):
+def test_clip_supports_purejaxrl_vmap_over_scans(make):
     """jax.vmap over seeds, of a train function that is a scan of scans."""
     tx = optax.chain(make(THRESHOLD), optax.sgd(0.1))
 
@@ -331,7 +331,7 @@ def by_layer(path, leaf):
         ),
     ],
 )
-def test_a_checkpoint_goes_from_linens_layout_to_that_of_nnx(make):
+def test_state_transfers_from_linen_to_nnx(make):
     """The memory of a clip is by the names of its groups, not by the tree of the parameters."""
     tx = make()
     linen_params = LinenModel().init(jax.random.key(0), jnp.ones((1, 4)))

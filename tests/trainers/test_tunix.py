@@ -81,7 +81,7 @@ def of_optax(tunix):
 
 
 @pytest.mark.parametrize("record", [True, False])
-def test_it_trains_as_with_the_clip_of_optax(tunix, of_optax, record):
+def test_tunix_trains_like_with_optax_clip(tunix, of_optax, record):
     losses, trainer = tunix.train(chain(optaxclip.clip_by_global_norm(THRESHOLD, record=record)))
     np.testing.assert_allclose(losses, of_optax, rtol=4e-7)
     unclipped, _ = tunix.train(chain(optaxclip.clip_by_global_norm(np.inf)), steps=2)
@@ -91,7 +91,7 @@ def test_it_trains_as_with_the_clip_of_optax(tunix, of_optax, record):
         assert info.num_clipped == STEPS
 
 
-def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(tunix, tmp_path):
+def test_tunix_resumes_run_with_clip_state(tunix, tmp_path):
     def tx():
         return chain(optaxclip.autoclip(50.0, window=4))
 
@@ -104,7 +104,7 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(tunix, tmp_path)
     assert trainer.optimizer.opt_state[0].steps == STEPS
 
 
-def test_a_run_that_began_with_optax_goes_on_without_a_record(tunix, of_optax, tmp_path):
+def test_tunix_resumes_optax_run_without_record(tunix, of_optax, tmp_path):
     folder = str(tmp_path / "optax")
     tunix.train(chain(optax.clip_by_global_norm(THRESHOLD)), STEPS // 2, folder)
     ours = chain(optaxclip.clip_by_global_norm(THRESHOLD, record=False))
@@ -113,7 +113,7 @@ def test_a_run_that_began_with_optax_goes_on_without_a_record(tunix, of_optax, t
 
 
 @pytest.mark.parametrize("by_tunix", [True, False])
-def test_a_nan_in_one_microbatch(tunix, by_tunix):
+def test_tunix_survives_nan_in_single_microbatch(tunix, by_tunix):
     """Its own accumulation is `optax.MultiSteps`, in 0.1.7; around ours there is a skip."""
     tx, options = chain(optaxclip.clip_by_global_norm(THRESHOLD)), {}
     if by_tunix:

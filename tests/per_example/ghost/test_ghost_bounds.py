@@ -69,7 +69,7 @@ SHAPES = {
 
 
 @pytest.mark.slow
-def test_inner_products_of_many_entries_are_summed_in_pieces():
+def test_ghost_norms_sum_long_inner_products_in_blocks():
     rng = np.random.default_rng(0)
     x, d = (rng.normal(size=(2, 3, n)).astype(np.float32) for n in (8192, 8))
     true = norms_of(np.einsum("btk,btn->bkn", long(x), long(d)))
@@ -77,7 +77,7 @@ def test_inner_products_of_many_entries_are_summed_in_pieces():
     assert np.all((true <= long(found)) & (long(found) <= 1.001 * true))
 
 
-def test_many_positions_cost_an_ordinary_example_little():
+def test_ghost_norms_stay_tight_with_many_positions():
     x, d = RNG.normal(size=(2, 2, 8192, 8)).astype(np.float32)
     true = norms_of(np.einsum("btk,btn->bkn", long(x), long(d)))
     alone, result = each_alone(of_layer, 1.0, np.zeros((8, 8), np.float32), x, d)
@@ -91,7 +91,7 @@ def test_many_positions_cost_an_ordinary_example_little():
     ("shape", "scale"),
     slow_unless(lambda *case: case == ("gram", 1.0), itertools.product(SHAPES, (1.0, 1e-30, 1e25))),
 )
-def test_tokens_that_cancel(shape, scale):
+def test_ghost_bounds_hold_for_cancelling_tokens(shape, scale):
     positions, inputs, outputs = SHAPES[shape]
     x, d = cancelling(20, max(positions, 2), inputs, outputs)
     x, d = x[:, :positions], d[:, :positions] * np.float32(scale)
@@ -112,7 +112,7 @@ def test_tokens_that_cancel(shape, scale):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tokens_of_16_bits(shape, dtype):
+def test_ghost_bounds_hold_for_16_bit_tokens(shape, dtype):
     positions, inputs, outputs = SHAPES[shape]
     x, d = cancelling(20, max(positions, 2), inputs, outputs, dtype)
     x, d = x[:, :positions], d[:, :positions]
@@ -130,7 +130,7 @@ def of_table(w, i, d):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("positions", [12, MAX_ONE_HOT_POSITIONS + 2])
-def test_rows_that_are_repeated_and_out_of_range(positions):
+def test_ghost_bounds_hold_for_repeated_table_rows(positions):
     _, d = cancelling(20, positions, 4, 8)
     i = RNG.integers(-3, 5, (20, positions)).astype(np.int32)
     i[10:] = np.repeat(i[10:, :1], positions, 1)
@@ -149,7 +149,7 @@ def tied_loss(w, i, d, x, e):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", slow_unless((30).__eq__, [30, 300]))
-def test_a_table_that_is_also_a_factor(rows):
+def test_ghost_bounds_hold_for_tied_embedding(rows):
     """The table's rows cancel those of the product."""
     x = RNG.normal(size=(18, 4, 64)).astype(np.float32)
     e = np.zeros((18, 4, rows), np.float32)
@@ -172,7 +172,7 @@ def of_kernel(w, x, d):
 
 
 @pytest.mark.gpu
-def test_pixels_that_cancel():
+def test_ghost_bounds_hold_for_cancelling_pixels():
     x, d = cancelling(20, 64, 5, 7)
     x, d = np.sort(x, 1), np.sort(d, 1) * np.array([1, -1] * 32, np.float32)[:, None]
     seen = np.stack([x[:, k : k + 62] for k in range(3)], 2)
@@ -182,14 +182,14 @@ def test_pixels_that_cancel():
     assert np.all(norms_of(alone) <= 1)
 
 
-def test_the_bound_of_a_kernel_allows_for_all_patches_that_a_pixel_is_in():
+def test_ghost_kernel_bound_counts_overlapping_patches():
     x, d = np.ones((2, 24, 1), np.float32), np.ones((2, 16, 1), np.float32)
     norms, *_ = jax.jit(per_example.grad_norms(of_kernel))(np.zeros((9, 1, 1), np.float32), x, d)
     # The gradient has 9 entries of 16; its norm is 48, and so is the sum over positions, `A`.
     assert np.all((norms >= 48 * (1 + 24 * 2.0**-24)) & (norms <= 48 * (1 + 40 * 2.0**-24)))
 
 
-def test_factors_times_data_or_cotangents_stay_in_range():
+def test_ghost_factors_stay_in_float32_range():
     """Positions cancel, so that each has to keep all of its digits."""
     x, d = cancelling(5, 8, 64, 64)
     x[:], d[:] = x[2], d[2]
@@ -216,7 +216,7 @@ def test_factors_times_data_or_cotangents_stay_in_range():
             assert np.all(norms_of(alone - units) <= 0.05), (threshold, norms_of(alone - units))
 
 
-def test_positions_without_a_cotangent_do_not_count():
+def test_ghost_norms_ignore_positions_without_cotangent():
     """Libraries fill masked positions with large numbers, of the second example near the range's
     end; the third has one token of a thousand times the size."""
     x, d = RNG.normal(size=(3, 64, 16)), RNG.normal(size=(3, 64, 16))
@@ -240,7 +240,7 @@ def test_positions_without_a_cotangent_do_not_count():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("of", ["data", "cotangents"])
 @pytest.mark.parametrize("shape", ["gram", "direct"])
-def test_an_example_that_is_not_finite_adds_nothing(shape, of, bad):
+def test_ghost_drops_nonfinite_examples(shape, of, bad):
     positions, inputs, outputs = SHAPES[shape]
     x, d = cancelling(6, positions, inputs, outputs)
     fn = jax.jit(per_example.clipped_grad(of_layer, 1.0, method="ghost", microbatch_size=4))
@@ -253,7 +253,7 @@ def test_an_example_that_is_not_finite_adds_nothing(shape, of, bad):
     assert not np.isfinite(result.norms[2])
 
 
-def test_padding_that_is_not_finite_adds_nothing_to_ordinary_examples():
+def test_ghost_ignores_nonfinite_padding():
     x, d = RNG.normal(size=(2, 6, 16, 96)).astype(np.float32)
     fn, w = per_example.clipped_grad(of_layer, 1.0, method="ghost"), np.zeros((96, 96), np.float32)
     fn = jax.jit(functools.partial(fn, is_padding=np.arange(6) == 2))
@@ -262,7 +262,7 @@ def test_padding_that_is_not_finite_adds_nothing_to_ordinary_examples():
     np.testing.assert_allclose(fn(w, x, d).grads, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_norms_of_others_do_not_feel_examples_without_a_gradient_worth_making():
+def test_ghost_norms_ignore_zero_and_nonfinite_neighbors():
     """The gradients of all examples would be made, and their norms differ in the last digits."""
     x, d = RNG.normal(size=(2, 6, 16, 96)).astype(np.float32)
     fn, w = jax.jit(per_example.grad_norms(of_layer)), np.zeros((96, 96), np.float32)
@@ -275,7 +275,7 @@ def test_norms_of_others_do_not_feel_examples_without_a_gradient_worth_making():
         np.testing.assert_array_equal(norms[2], bad)
 
 
-def test_zeros_have_the_norm_zero_and_tiny_examples_theirs():
+def test_ghost_norms_keep_zero_and_tiny_examples():
     x, d = RNG.normal(size=(2, 6, 16, 96)).astype(np.float32)
     d *= np.float32([1, 0, 1e-12, 1e-20, 1e-30, 0])[:, None, None]
     true = norms_of(np.einsum("btk,btn->bkn", long(x), long(d)))
@@ -286,7 +286,7 @@ def test_zeros_have_the_norm_zero_and_tiny_examples_theirs():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("positions", [1, 2])
-def test_norms_and_sums_read_the_same_cotangents_of_bfloat16(positions):
+def test_ghost_norms_and_sums_share_bfloat16_cotangents(positions):
     """XLA may leave out a rounding to bfloat16 where it fuses: in the sum, and not in the norm."""
     w, x = (RNG.normal(size=shape) for shape in ((5, 7), (32, positions, 5)))
 
@@ -297,7 +297,7 @@ def test_norms_and_sums_read_the_same_cotangents_of_bfloat16(positions):
     assert np.all(norms_of(alone) <= 1)
 
 
-def test_a_gradient_that_is_kept_in_bfloat16_is_not_less_than_it_was():
+def test_ghost_norms_allow_for_bfloat16_gradients():
     def loss_fn(params, x):
         b, w = (params[name].astype(jnp.float32) for name in "bw")
         return jnp.sum(x @ w) + jnp.sum(jnp.sin(b))
@@ -311,7 +311,7 @@ def test_a_gradient_that_is_kept_in_bfloat16_is_not_less_than_it_was():
     assert np.all((norms >= true) & (norms < np.array([1.0001, 1.01]) * true))
 
 
-def test_examples_beyond_float32_and_not_finite_where_there_are_no_gram_matrices():
+def test_ghost_without_gram_matrices_survives_extreme_examples():
     """The second example's factor is beyond float32, and the third adds nothing."""
 
     def loss(params, i, g, x, d):

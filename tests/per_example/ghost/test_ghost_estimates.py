@@ -169,7 +169,7 @@ def expected(way, data, cotangents, unit):
         itertools.product(WAYS, ("float32", "bfloat16")),
     ),
 )
-def test_what_rounding_may_take_is_allowed_for(way, dtype):
+def test_ghost_estimates_match_proven_rounding_bounds(way, dtype):
     loss, shape, data, cotangents = WAYS[way]
     data, cotangents = jax.tree.map(
         lambda x: x if x.dtype == np.int32 else x.astype(jnp.dtype(dtype)), (data, cotangents)
@@ -188,7 +188,7 @@ def test_what_rounding_may_take_is_allowed_for(way, dtype):
     np.testing.assert_allclose(bound.astype(float), thresholds.astype(float), rtol=1e-6)
 
 
-def test_the_error_of_a_gradient_is_that_of_all_positions_and_uses():
+def test_ghost_gradient_error_covers_positions_and_uses():
     def loss(params, x, y, d, e):
         return jnp.vdot(x @ params["w"], d) + jnp.vdot(y @ params["w"], e)
 
@@ -224,7 +224,7 @@ def slack_of(way, positions, inputs, outputs, dtype=jnp.float32, uses=1):
     return clip_lib._bound_term(plan, (0, 0), Estimate(0, 0, 0, 1))
 
 
-def test_norms_leave_room_for_the_rounding_of_the_sum():
+def test_ghost_norms_allow_for_rounding_of_sum():
     cases = [
         (slack_of("gram", 30, 200, 300), 30),
         # Each use has a sum of its own, and these are added up.
@@ -241,7 +241,7 @@ def test_norms_leave_room_for_the_rounding_of_the_sum():
     assert proven <= slack - rounding_bounds.OTHER_ERRORS <= 1.2 * proven
 
 
-def test_errors_of_roundings():
+def test_rounding_bounds_match_formulas():
     assert rounding_bounds.relative_error(100, 2.0**-10) == 100 / 924
     assert [rounding_bounds.relative_error(n, 2.0**-10) for n in (511, 512)] == [511 / 513, np.inf]
     eps = [rounding_bounds.unit_roundoff(x) for x in (np.float32, np.float64)]
@@ -249,14 +249,14 @@ def test_errors_of_roundings():
     assert rounding_bounds.additions(8192, 4) == 2048 + 3 + PRODUCT
 
 
-def test_long_sums_are_cut_where_their_length_allows():
+def test_long_sums_split_into_expected_blocks():
     lengths = (1, 4096, 4097, 4098, 8192, 2**16, 2**17, 2**18)
     assert [*map(rounding_bounds.pieces_of_inner, lengths)] == [1, 1, 1, 2, 4, 32, 64, 64]
     lengths = (1, 1024, 2048, 4096, 8192, 10_001, 10_002, 2**20)
     assert [rounding_bounds.pieces(n, n) for n in lengths] == [1, 1, 4, 8, 32, 1, 2, 64]
 
 
-def test_of_several_axes_of_positions_the_one_is_cut_that_gives_most_pieces():
+def test_block_split_chooses_axis_with_most_blocks():
     def loss(params, x):
         return squares(jnp.einsum("abck,kn->abcn", x, params["w"]))
 

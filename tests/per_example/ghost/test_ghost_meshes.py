@@ -73,7 +73,7 @@ def placed(mesh, params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", slow_unless(lambda size: size == 8, [None, 8, 5]))
-def test_the_compiler_splits_parameters_and_batch(size):
+def test_ghost_on_automatic_mesh_matches_single_device(size):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     assert_expected(jax.jit(clipped(loss_fn, size))(*placed(mesh, SPLIT)))
 
@@ -82,7 +82,7 @@ def test_the_compiler_splits_parameters_and_batch(size):
     ("is_split", "size"),
     slow_unless(lambda *case: case == (True, None), itertools.product((True, False), (None, 8))),
 )
-def test_types_say_how_parameters_and_batch_are_split(is_split, size):
+def test_ghost_on_explicit_mesh_matches_single_device(is_split, size):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     specs = SPLIT if is_split else dict.fromkeys(SPLIT, PartitionSpec())
     with jax.set_mesh(mesh):
@@ -95,7 +95,7 @@ def test_types_say_how_parameters_and_batch_are_split(is_split, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_the_sum_is_that_of_the_shard(check_vma):
+def test_ghost_in_shard_map_matches_single_device(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def fn(*args):
@@ -112,7 +112,7 @@ def test_inside_shard_map_the_sum_is_that_of_the_shard(check_vma):
 
 
 @pytest.mark.slow
-def test_over_seeds():
+def test_ghost_supports_vmap_over_seeds():
     seeds = jax.tree.map(lambda x: np.stack([x, x * np.float32(1.5)]), PARAMS)
     found = jax.jit(jax.vmap(clipped(loss_fn, 8), (0, None, None)))(seeds, *BATCH)
     assert_expected(jax.tree.map(lambda x: x[0], found))

@@ -45,7 +45,7 @@ OPTIONS = {
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_result_is_that_of_the_other_method(name):
+def test_ghost_results_match_vmap_method(name):
     found, expected = (result_of(method, **OPTIONS[name]) for method in ("ghost", "vmap"))
     counts = ("num_clipped", "num_unclipped", "num_dropped")
     for field in counts:
@@ -59,7 +59,7 @@ def test_the_result_is_that_of_the_other_method(name):
 
 
 @pytest.mark.slow
-def test_keys_aux_and_arguments_in_any_place():
+def test_ghost_supports_keys_aux_and_argument_positions():
     def loss(scale, example, params):
         noise = jax.random.normal(example["key"], ())
         total = scale * jnp.sum(jnp.tanh(example["x"] @ params["w"]))
@@ -90,7 +90,7 @@ def by_size(flat):
 @pytest.mark.gpu
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf(), by_size])
-def test_both_methods_give_the_same_norms(scope):
+def test_grad_norms_agree_between_methods(scope):
     fns = (per_example.grad_norms(loss_fn, scope=scope, method=way) for way in ("ghost", "vmap"))
     (found, losses), (expected, _) = (jax.jit(fn)(PARAMS, X, Y) for fn in fns)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -114,7 +114,7 @@ def of_norms(params, x):
 
 
 @pytest.mark.slow
-def test_norms_have_derivatives_which_hold_inside_of_loops():
+def test_grad_norms_derivatives_match_in_loops():
     x = np.random.default_rng(1).normal(size=(3, 5, 4)).astype(np.float32)
     params = {"w": np.random.default_rng(2).normal(size=(4, 4)).astype(np.float32) / 3}
 
@@ -144,7 +144,7 @@ def test_norms_have_derivatives_which_hold_inside_of_loops():
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 3])
-def test_where_nothing_has_a_gradient_norms_are_zero(size):
+def test_ghost_without_differentiable_params_returns_zero_norms(size):
     params = {"steps": jnp.arange(3), "none": None}
     clip = per_example.clipped_grad(
         lambda params, x: jnp.mean(x), 1.0, method="ghost", microbatch_size=size
@@ -166,7 +166,7 @@ def chosen(loss, *args):
     return plan.microbatch_size(call.examples)
 
 
-def test_examples_are_taken_at_once_as_far_as_what_is_kept_for_them_has_room():
+def test_ghost_microbatch_size_respects_memory_limit():
     def dense(params, x):
         return jnp.sum(jnp.sin(params["b"]) * x)
 
@@ -198,7 +198,7 @@ def test_examples_are_taken_at_once_as_far_as_what_is_kept_for_them_has_room():
     assert chosen(functools.partial(in_loop, layer), *shapes(2**16, size, w=(size, size))) == 2**16
 
 
-def test_examples_are_differentiated_in_the_microbatches_that_have_room():
+def test_ghost_scans_over_automatic_microbatches():
     def loss(params, x):
         return jnp.vdot(jnp.sin(params["b"]), x)
 
@@ -207,7 +207,7 @@ def test_examples_are_differentiated_in_the_microbatches_that_have_room():
         assert [eqn.params["length"] for eqn in eqns if "length" in eqn.params] == [4]
 
 
-def test_of_many_positions_the_rows_are_not_compared_in_pairs():
+def test_ghost_does_not_compare_many_rows_pairwise():
     def loss(params, ids):
         return jnp.sum(jnp.sin(params["w"][ids]))
 
@@ -215,14 +215,14 @@ def test_of_many_positions_the_rows_are_not_compared_in_pairs():
     assert "300,300" not in str(jax.make_jaxpr(per_example.grad_norms(loss))(*args))
 
 
-def test_no_examples():
+def test_ghost_accepts_empty_batch():
     found = jax.jit(per_example.clipped_grad(loss_fn, 1.0, method="ghost"))(PARAMS, X[:0], Y[:0])
     jax.tree.map(np.testing.assert_array_equal, found.grads, jax.tree.map(np.zeros_like, PARAMS))
     assert found.norms.shape == (0,)
 
 
 @pytest.mark.slow
-def test_exported_for_any_number_of_examples():
+def test_ghost_exports_with_symbolic_batch_size():
     (count,) = jax.export.symbolic_shape("count")
     clip = per_example.clipped_grad(loss_fn, 5.0, method="ghost")
     shapes = [jax.ShapeDtypeStruct((count, x.shape[1]), x.dtype) for x in (X, Y)]
@@ -232,7 +232,7 @@ def test_exported_for_any_number_of_examples():
     np.testing.assert_allclose(result.norms, jax.jit(clip)(PARAMS, X, Y).norms, rtol=1e-6)
 
 
-def test_what_the_method_cannot_do_is_refused():
+def test_ghost_rejects_transforms_and_several_groups_per_leaf():
     with pytest.raises(ValueError, match=r'method="ghost" computes no gradient .* method="vmap"'):
         per_example.clipped_grad(
             loss_fn, 1.0, method="ghost", pre_clipping_transform=lambda tree: tree
@@ -244,7 +244,7 @@ def test_what_the_method_cannot_do_is_refused():
             per_example.grad_norms(loss_fn, scope=scope)(PARAMS, X, Y)
 
 
-def test_wrong_losses_are_refused():
+def test_invalid_per_example_losses_raise():
     with pytest.raises(TypeError, match="must return a real float"):
         per_example.explain(lambda params, x: jnp.argmax(x @ params["w"]), PARAMS, X)
     for make in (per_example.grad_norms, lambda loss: per_example.clipped_grad(loss, 1.0)):
@@ -256,7 +256,7 @@ def test_wrong_losses_are_refused():
             per_example.grad_norms(lambda _, x, found=found: found(x), has_aux=True)(PARAMS, X)
 
 
-def test_explain_says_how_each_parameter_is_measured_and_why():
+def test_explain_reports_norm_method_and_reason():
     def loss(params, x):
         return jnp.sum(x @ params["w"] @ params["v"]) + jnp.sum(params["v"] ** 2)
 
@@ -283,12 +283,12 @@ def test_explain_says_how_each_parameter_is_measured_and_why():
         ("kernel", "2.391 KiB"),  # 30 patches of 18 pixels, and a gradient of 72 entries
     ],
 )
-def test_explain_says_how_many_bytes_an_example_takes(name, memory):
+def test_explain_reports_memory_per_example(name, memory):
     loss, params, batch, _ = CASES[name]
     assert per_example.explain(loss, params, *batch).endswith(f"  {memory}")
 
 
-def test_explain_is_a_table_in_units_that_one_can_read():
+def test_explain_formats_aligned_table():
     def loss(params, x):
         others = sum(jnp.sum(jnp.sin(params[name])) for name in "abc")
         return others * jnp.sum(x @ params["w"])
@@ -308,7 +308,7 @@ def test_explain_is_a_table_in_units_that_one_can_read():
     assert {len(line) for line in lines} == {len(lines[3])}
 
 
-def test_padding_may_be_a_list_and_an_output_a_number():
+def test_clipped_grad_accepts_list_padding_and_scalar_aux():
     def loss_and_number(*args):
         return loss_fn(*args), 1.0
 

@@ -185,7 +185,7 @@ def layers_of_two_stacks(p, x):
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_uses_without_a_common_form_are_differentiated(name):
+def test_ghost_materializes_params_without_common_form(name):
     loss, params, arrays, reason = DENSE[name]
     call, plan = planned(loss, params, *arrays)
     leaf = call.params.names().index("w")
@@ -204,7 +204,7 @@ LAYERS = (
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_sizes_are_those_of_data_and_cotangents(name):
+def test_ghost_plan_sizes_match_data_and_cotangents(name):
     """The bounds, the choice of a way and the memory are computed from them."""
     loss, params, arrays, _ = CASES[name]
     call, plan = planned(loss, params, *arrays)

@@ -40,12 +40,12 @@ OTHERS = {
 }
 
 
-def test_what_is_known():
+def test_known_primitives_match_list():
     assert PROGRAMS.keys() | OTHERS == primitives.KNOWN
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_jax_writes_these_names(name):
+def test_jax_uses_known_primitive_names(name):
     fn, x = PROGRAMS[name]
     names = {primitives.name_of(eqn) for eqn in jax.make_jaxpr(fn)(x).eqns}
     assert name in names

@@ -57,7 +57,7 @@ def own_products(loss, params, batch):
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", slow_unless(lambda x: x != "float16", DTYPES))
-def test_every_product_is_of_exact_factors(dtype):
+def test_ghost_products_use_exact_operands(dtype):
     in_loops = ("stacked_kernels", "stacked_wide_layers")
     for name in ("many_tokens", "kernel", "kernel_of_patches", "tied", *in_loops):
         loss, *args, _ = CASES[name]
@@ -78,9 +78,7 @@ def test_every_product_is_of_exact_factors(dtype):
     ("positions", "inputs", "outputs", "longest"),
     [(2**13, 8, 8, 2**8), (3, 2**13, 8, 2**11), (2**13, 2**15, 2**15, 2**11)],
 )
-def test_no_sum_of_products_has_more_terms_than_its_bound_counts(
-    positions, inputs, outputs, longest
-):
+def test_ghost_products_sum_no_more_terms_than_bounded(positions, inputs, outputs, longest):
     """Of many positions and of long inner products the sums are cut into pieces."""
 
     def loss(params, x, d):
@@ -97,7 +95,7 @@ def test_no_sum_of_products_has_more_terms_than_its_bound_counts(
     assert max(terms) == longest
 
 
-def test_the_sum_of_bfloat16_and_float32_may_take_two_parts_of_bfloat16():
+def test_ghost_mixed_products_split_float32_into_bfloat16():
     loss, *args, _ = CASES["tied"]
     args = jax.tree.map(
         lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else jnp.asarray(x), args
@@ -108,7 +106,7 @@ def test_the_sum_of_bfloat16_and_float32_may_take_two_parts_of_bfloat16():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_are_kept_in_bfloat16_if_the_parameter_has_it(dtype):
+def test_ghost_gradients_keep_bfloat16_of_params(dtype):
     loss, *args, _ = CASES["many_tokens"]
     params, batch = jax.tree.map(lambda x: jnp.asarray(x, dtype), args)
     call, plan = planned(loss, params, *batch)
@@ -121,7 +119,7 @@ def test_gradients_are_kept_in_bfloat16_if_the_parameter_has_it(dtype):
 
 
 @pytest.mark.parametrize("name", ["many_tokens", "layer"])
-def test_norms_and_sums_read_the_same_numbers(name):
+def test_ghost_norms_and_sums_read_same_values(name):
     """Fused with what made the numbers, one of both could leave out a rounding."""
     loss, *args, _ = CASES[name]
     params, batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), args)
@@ -136,13 +134,13 @@ def test_norms_and_sums_read_the_same_numbers(name):
     assert {*jaxpr.outvars} <= {v for eqn in barriers for v in eqn.outvars}
 
 
-def test_sums_are_added_up_in_two_steps_once_they_are_compiled():
+def test_ghost_sums_compile_to_two_reductions():
     """A single sum over rows and columns could take more additions than the bounds count."""
     text = jax.jit(_sum_rows_first).lower([jnp.ones((2, 3, 8, 8))]).compile().as_text()
     assert text.count(" reduce(") == 2
 
 
-def test_gradients_are_made_for_as_many_examples_as_have_room():
+def test_ghost_materializes_gradients_in_limited_chunks():
     """Of 1000 gradients of 4 MiB each: in 8 MiB on a CPU, in 256 MiB elsewhere."""
     shapes = (1024, 1024), (1000, 16, 1024), (1000, 16, 1024)
     w, x, d = (jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)
@@ -160,7 +158,7 @@ def test_gradients_are_made_for_as_many_examples_as_have_room():
     assert lengths == [[], [500, 15]]
 
 
-def test_two_numbers_of_bfloat16_are_nearly_one_of_float32():
+def test_split_float32_to_bfloat16_loses_few_digits():
     d = np.random.default_rng(0).normal(size=999).astype(np.float32) * np.float32(1e-20)
     found = np.asarray(jax.jit(split_float32_to_bfloat16)(d), float)
     error = np.abs(found.sum(0) - d.astype(float)) / np.abs(d)
@@ -168,7 +166,7 @@ def test_two_numbers_of_bfloat16_are_nearly_one_of_float32():
 
 
 @pytest.mark.parametrize("wide", [0, 1])
-def test_a_factor_of_float32_meets_bfloat16_in_two_parts(wide):
+def test_mixed_product_splits_float32_operand_into_two(wide):
     """As more terms of the sum, or as columns if these are the smaller ones."""
     rng = np.random.default_rng(0)
     numbers = (((0, 2), (1, 3)), ((1,), (0,)))

@@ -55,7 +55,7 @@ def assert_alike(found, expected):
         ],
     ),
 )
-def test_indices_that_hold_fewer_numbers_than_there_are_rows(dtype, rows):
+def test_ghost_supports_narrow_index_dtypes(dtype, rows):
     info, rng = np.iinfo(dtype), np.random.default_rng(0)
     low, high = max(info.min, -rows - 3), min(info.max, rows + 3)
     ids = rng.integers(low, high, (4, 6), endpoint=True)
@@ -71,7 +71,7 @@ def test_indices_that_hold_fewer_numbers_than_there_are_rows(dtype, rows):
     assert_alike(*results(loss, params, ids.astype(dtype), d))
 
 
-def test_padding_adds_nothing_and_negative_indices_are_the_first_row_if_they_are_clipped():
+def test_ghost_lookups_ignore_padding_indices():
     """Tokenizers pad with -100; d is larger there."""
     ids = np.array([[0, 2, -100, -100], [-100, -100, -100, -100], [1, 1, 1, -100]])
     d = np.where(ids[..., None] < 0, 100, [1, 2, 3]).astype(np.float32)

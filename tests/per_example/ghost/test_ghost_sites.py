@@ -41,7 +41,7 @@ def norms_of(grads):
 
 
 @quick_cases("autoencoder", "concatenated_outputs", "tied_and_looked_up_twice")
-def test_norms_of_leaves_are_never_below_the_true_ones(name):
+def test_ghost_leaf_norms_never_underestimate(name):
     loss, params, batch, _ = CASES[name]
     found, losses = jax.jit(per_example.grad_norms(loss, scope=scopes.leaf()))(params, *batch)
     exact_losses, grads = exact(name)
@@ -55,7 +55,7 @@ def test_norms_of_leaves_are_never_below_the_true_ones(name):
 
 @pytest.mark.by_day(1)
 @quick_cases("concatenated_experts", "recurrent_in_layers")
-def test_the_sum_is_that_of_the_clipped_gradients(name):
+def test_ghost_sum_equals_sum_of_clipped_gradients(name):
     loss, params, batch, _ = CASES[name]
     _, grads = exact(name)
     norms = np.sqrt(sum(np.square(x) for x in norms_of(grads).values()))
@@ -72,7 +72,7 @@ def test_the_sum_is_that_of_the_clipped_gradients(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_how_parameters_are_measured(name):
+def test_ghost_chooses_expected_method_for_params(name):
     loss, params, batch, ways = CASES[name]
     call, plan = planned(loss, params, *batch)
     found = {}
@@ -84,7 +84,7 @@ def test_how_parameters_are_measured(name):
 
 
 @pytest.mark.slow
-def test_wide_layers_of_a_transformer_take_gram_matrices():
+def test_ghost_chooses_gram_matrices_for_transformers():
     def loss(params, x):
         return squares(jnp.tanh(x @ params["up"]) @ params["head"])
 
@@ -93,7 +93,7 @@ def test_wide_layers_of_a_transformer_take_gram_matrices():
     assert text.count("Gram matrices") == 2
 
 
-def test_patches_of_a_convolution_count_twice():
+def test_ghost_counts_convolution_patches_twice():
     """They are written for the norm, while gradients of examples give the sum too."""
 
     def loss(kernel, x):
@@ -106,7 +106,7 @@ def test_patches_of_a_convolution_count_twice():
     assert "gradients of examples, which cost less" in per_example.explain(loss, *args)
 
 
-def test_wide_tokens_that_point_nearly_one_way_keep_their_digits():
+def test_ghost_norms_of_aligned_wide_tokens_keep_precision():
     """Of inner products of a thousand terms rounding may take as much as a clip would notice."""
     rng = np.random.default_rng(3)
     x = (rng.normal(size=(2, 32, 1024)) + 0.5).astype(np.float32)
