@@ -47,7 +47,7 @@ class ClippedSums(NamedTuple):
 
 def sums_specs(examples: Any, params: list[Any] | None = None) -> Any:
     """Returns the specs of `ClippedSums`, as `example_out_specs`."""
-    specs = example_out_specs(examples, params)
+    specs: Any = example_out_specs(examples, params)
     return ClippedSums(specs.sums, specs.counts, specs.counts, specs.counts, specs.norms)
 
 

@@ -357,6 +357,7 @@ def evaluate(
             outputs, inner_data = _evaluate_inner(step.eqn, step.inner, inputs, inner_taps)
             data += inner_data
         else:
+            assert step.run is not None
             outputs = primitives.eval_jaxpr(step.run, (), *inputs)
         env.update(zip(step.outputs, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars], data

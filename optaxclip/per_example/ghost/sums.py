@@ -202,7 +202,7 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
         axes.append(((0, *sums) if are_terms else sums, kept))
     (sums_x, batch_x), (sums_d, batch_d) = axes
     numbers = ((sums_x, sums_d), (batch_x, batch_d))
-    product = lax.dot_general(*factors, numbers, preferred_element_type=dtype)
+    product = lax.dot_general(factors[0], factors[1], numbers, preferred_element_type=dtype)
     # The axis of the parts is the first free axis of the wide factor.
     axis = len(batch_x) + (0 if is_wide[0] else x.ndim - len(sums_x) - len(batch_x))
     return product if are_terms else jnp.sum(product, axis)
