@@ -14,8 +14,8 @@ from small_losses import CASES, planned
 
 import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
 from optaxclip._engine.multiplier import Multiplier
-from optaxclip.per_example.ghost.norms import _sum_rows_first
 from optaxclip.per_example.ghost.clip import Norms
+from optaxclip.per_example.ghost.norms import _sum_rows_first
 from optaxclip.per_example.ghost.plan import add_direct_gradients, differentiate
 from optaxclip.per_example.ghost.sites import BackpropResult
 from optaxclip.per_example.ghost.sums import _product_in_parts, split_float32_to_bfloat16
