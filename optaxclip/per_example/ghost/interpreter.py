@@ -288,6 +288,7 @@ class ParamTracker:
 def _make_site(
     eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
 ) -> MatmulSite | None:
+    # A product of two parameters is not supported.
     positions = [i for i, held in enumerate(refs) if held]
     if len(positions) != 1:
         return None
@@ -382,5 +383,6 @@ def _evaluate_inner(
 
     # [length, ...] -> [...] in the body, for operands and taps
     sliced = (values[last:], list(taps))
+    # stacked: [length, ...], data: [length, *inner loops, ...]
     carry, (stacked, data) = primitives.rebind_scan(eqn, body, values[first:last], sliced)
     return [*carry, *stacked], data
