@@ -74,7 +74,9 @@ TYPE_ERRORS = {
     "a real float, got shape": lambda: called(W, X, loss_fn=lambda w, x: 3),
     "loss_fn must return a real loss, got 'no'": lambda: called(W, X, loss_fn=lambda w, x: "no"),
     "loss_fn must return": lambda: called(W, X, loss_fn=lambda w, x: None),
-    r"must return \(loss, aux\), got .*Tracer": lambda: called(W, X, has_aux=True),
+    r"must return \(loss, aux\) with has_aux=True, got .*Tracer": lambda: called(
+        W, X, has_aux=True
+    ),
     "pass has_aux=True": lambda: called(W, X, loss_fn=lambda w, x: (loss_fn(w, x), 1)),
     r"weight is called with what batch_argnums names, a part of 2 of .* weight\(tok": lambda: (
         weighted(lambda x: x.sum())
@@ -111,7 +113,9 @@ TYPE_ERRORS = {
         SPARSE, 1.0
     ),
     r"must return \(loss, aux\)": lambda: grads_of(lambda w, x: jnp.sum(w * x), has_aux=True),
-    r"\(loss, aux\), got": lambda: grads_of(lambda w, x: (dot(w, x), 1, 2), has_aux=True),
+    r"\(loss, aux\) with has_aux=True, got": lambda: grads_of(
+        lambda w, x: (dot(w, x), 1, 2), has_aux=True
+    ),
     "argnums must be an int or several, got .0.5": lambda: grads_of(dot, argnums=(0.5,)),
     "argnums must be an int or several": lambda: grads_of(dot, argnums="w"),
     "^microbatch_size must be an int": lambda: grads_of(dot, microbatch_size=1.5),
@@ -145,14 +149,16 @@ VALUE_ERRORS = {
         )
     ),
     "microbatch_size must be an int of at least 1, got 0": lambda: made(microbatch_size=0),
-    "batch_argnums=0 and argnums=0 both name the argument 0, wh": lambda: made(batch_argnums=0),
-    r"batch_argnums=0 and argnums=\(0, 1\) .* the argument 0, wh": lambda: made(
+    "batch_argnums must not contain positions of argnums=0, got 0 with 0, wh": lambda: made(
+        batch_argnums=0
+    ),
+    r"batch_argnums must .* argnums=\(0, 1\), got 0 with 0, wh": lambda: made(
         batch_argnums=0, argnums=(0, 1)
     ),
-    r"batch_argnums=0 and argnums=0 .* the argument 0, wh": lambda: made(
+    r"batch_argnums must .* argnums=0, got 0 with 0, wh": lambda: made(
         batch_argnums=0, argnums=np.int32(0)
     ),
-    r"batch_argnums=\(1, -1\) .* both name the argument -1": lambda: made(
+    r"batch_argnums must .* got \(1, -1\) with -1": lambda: made(
         argnums=(0, -1), batch_argnums=(1, -1)
     ),
     "reject_rule must be 'nonfinite', None, or a rule": lambda: made(reject_rule="nan"),
@@ -168,11 +174,11 @@ VALUE_ERRORS = {
     "got 2 for 5 examples: pass 1, ": lambda: called(W, X[:5]),
     "the batch has no examples": lambda: called(W, X[:0]),
     "the batch has no examples, so": lambda: called(W, {}),
-    "batch_argnums .* must be positions among 1 arguments": lambda: called(W),
+    "batch_argnums must be distinct positions among 1 arguments": lambda: called(W),
     r"the batch must have leaves \[examples.* \(\)": lambda: called(W, 3.0),
     r"the batch must have leaves \[examples": lambda: called(W, (X, X[:2])),
     "batch_argnums must name arguments": lambda: called(W, X, batch_argnums=-2),
-    r"argnums \(0,\), at least one; got \(\) of 1 arguments": lambda: called(
+    r"argnums \(0,\), at least one, got \(\) of 1 arguments": lambda: called(
         W, loss_fn=lambda w: w[0], batch_argnums=None
     ),
     r"must be of type AccumulateState, got .* Pass accumulated\.state of the last step": lambda: (
@@ -195,12 +201,12 @@ VALUE_ERRORS = {
     r"threshold must be a scalar, got an array of shape \(2,\); pass a dict from group names": lambda: (
         clip_sum(np.ones(2))
     ),
-    r"one example, with which.*got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
-    "at least one; got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(jnp.ones(2)),
-    r"argnums \(0, 0\) .* at most once": lambda: grads_of(dot, argnums=(0, 0)),
-    "batch_argnums .* at most once": lambda: grads_of(dot, batch_argnums=(1, -1)),
-    "argnums .* positions among 2": lambda: grads_of(dot, argnums=7),
-    r"batch_argnums=0 and argnums=0 both name the argument 0": lambda: grads_of(
+    r"one example, which has no.*got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
+    "at least one, got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(jnp.ones(2)),
+    r"argnums must be distinct .* got \(0, 0\)": lambda: grads_of(dot, argnums=(0, 0)),
+    "batch_argnums must be distinct": lambda: grads_of(dot, batch_argnums=(1, -1)),
+    "argnums must be distinct positions among 2": lambda: grads_of(dot, argnums=7),
+    r"batch_argnums must not contain positions of argnums=0, got 0": lambda: grads_of(
         dot, batch_argnums=0
     ),
     "batch_size must be from 1 .* got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
@@ -228,7 +234,7 @@ VALUE_ERRORS = {
     "relation must be one of": lambda: noisy(relation="neighbours"),
     "result.bound must be the threshold": lambda: noisy(bound=None),
     "result.bound must be finite for noise, got inf": lambda: noisy(bound=np.inf),
-    r"thresholds are given by the names .* pass params=": lambda: per_example.clipped_grad(
+    r"params must be given for thresholds by name.* pass params=": lambda: per_example.clipped_grad(
         dot, {"all": 2.0}
     ).sensitivity(),
     r"relation must be one of \['add_or_remove_one', .* got 'replace'": lambda: (
@@ -238,12 +244,12 @@ VALUE_ERRORS = {
         dot, 1.0
     ).sensitivity(None),
     "split must be one of": lambda: clip_sum(1.0, split="even"),
-    "is_padding must have one entry": lambda: clip_sum(1.0, is_padding=jnp.zeros(3, bool)),
+    "is_padding must have one element": lambda: clip_sum(1.0, is_padding=jnp.zeros(3, bool)),
     "^microbatch_size must be an int of at least 1, got 0": lambda: grads_of(
         dot, microbatch_size=0
     ),
     "threshold must not be negative or NaN, got -1.0": lambda: per_example.clipped_grad(dot, -1.0),
     "the batch must have leaves": lambda: per_example.clipped_grad(dot, 1.0)(W, X, X[:3]),
-    "must be positions among 2 arguments": lambda: grads_of(dot, batch_argnums=2),
+    "must be distinct positions among 2 arguments, got": lambda: grads_of(dot, batch_argnums=2),
     "method must be one of": lambda: per_example.grad_norms(dot, method="gost"),
 }

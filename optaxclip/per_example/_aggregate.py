@@ -167,7 +167,8 @@ def per_example_clip_and_aggregate(
         elif callable(threshold):
             step_clip = clip._replace(threshold=threshold(state.steps))
         sums = step_clip.sums(flat.inexact_leaves(), one, flags)  # [examples, ...] -> [...]
-        examples = jnp.sum(~flags, dtype=jnp.int32)  # i32[]
+        # bool[examples] -> i32[]
+        examples = jnp.sum(~flags, dtype=jnp.int32)
         size = examples if batch_size is None else batch_size
         total, next_key, next_threshold, count_key = sums.leaves, state.key, None, None
         if is_noisy:
@@ -229,6 +230,7 @@ def _make_key(seed: Any) -> Array:
     if isinstance(seed, Tracer) or -(2**31) <= int(seed) < 2**32:
         return jax.random.key(seed)
     low, rest = int(seed) & 0xFFFFFFFF, int(seed) >> 32
+    # The higher words, and the sign of negative ints, are folded in.
     key = jax.random.key(low)
     while rest not in (0, -1):
         key, rest = jax.random.fold_in(key, np.uint32(rest & 0xFFFFFFFF)), rest >> 32

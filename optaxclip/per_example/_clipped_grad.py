@@ -260,6 +260,7 @@ def _clip_microbatch(
                 leaves = [jnp.where(is_known, leaf, jnp.nan) for leaf in leaves]
         return value, leaves
 
+    # [size], [size, ...]
     value, leaves = jax.vmap(grad_of_example, in_axes=(None, 0))(measured, examples)
     return grad_fn.clip.sums(leaves, one, is_padding), *loss.split(value)
 

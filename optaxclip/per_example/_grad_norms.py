@@ -168,6 +168,7 @@ def _microbatch_norms(
     grad_fn = jax.value_and_grad(loss, has_aux=loss.has_aux)
     value, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
     unbounded = ExampleClip.create(math.inf, scope, "clip", "uniform")
+    # The unused sums are removed by the compiler, and the norms remain.
     sums = unbounded.sums(leaves, loss.params, is_padding)
     return ClippedSums(*RunningSums.empty(), sums.norms), *loss.split(value)
 

@@ -142,11 +142,12 @@ def add_noise(leaves: list[Array], names: list[str], key: Array, std: Array) -> 
     """
     warn_of_shared_noise(leaves, key)
     keys = jax.random.split(key, max(len(leaves), 1))
+    # Every leaf has its own key, and complex leaves have one key per part.
     noisy = []
     # Without leaves, there is still one key, because `split` requires a positive number.
     for leaf, name, leaf_key in zip(leaves, names, keys, strict=False):
         named_key = jax.random.fold_in(leaf_key, np.uint32(zlib.crc32(name.encode())))
-        parts = split_complex(leaf)
+        parts = split_complex(leaf)  # [...] for the real part, or both parts
         noisy_parts = [
             part + std.astype(part.dtype) * jax.random.normal(part_key, part.shape, part.dtype)
             for part, part_key in zip(parts, jax.random.split(named_key, len(parts)), strict=True)

@@ -68,16 +68,16 @@ def changed_in_the_loss():
 MERGE, COMBINE = r"nnx\.merge\(graph, params, rest, copy=True\)", r"eqx\.combine\(params, static\)"
 REFUSED = {
     "key": (lambda: (Centred(nnx.RngKey(jnp.ones(2))), 1.0), "RngKey '0/mean'", MERGE),
-    "array": (lambda: Centred(jnp.zeros(2)), "array 'mean' of NNX, which is no Param", MERGE),
+    "array": (lambda: Centred(jnp.zeros(2)), "array 'mean' of NNX, which is not a Param", MERGE),
     "state": (lambda: nnx.state(Centred(jnp.zeros(2))), "array 'mean' of NNX", MERGE),
     "two places": (
         lambda: nnx.List([nnx.Param(jnp.ones(2))] * 2),
-        "Param '0' is also '1', which JAX takes for two",
+        "Param '0' is also '1', which JAX would use as two",
         MERGE,
     ),
     "changed": (changed_in_the_loss, "Cannot mutate", MERGE),
-    "function": (mlp, "leaf 'activation' is <.*, and no array", COMBINE),
-    "number": (lambda: (1.0, equinox().nn.Dropout(0.5)), "leaf '1/p' is 0.5, and no", COMBINE),
+    "function": (mlp, "leaf 'activation', <.*, not an array", COMBINE),
+    "number": (lambda: (1.0, equinox().nn.Dropout(0.5)), "leaf '1/p', 0.5, not an", COMBINE),
     "no function": (
         lambda: equinox().filter(mlp(), equinox().is_inexact_array),
         "'NoneType' object is not callable",
@@ -177,5 +177,5 @@ def test_modules_page_matches_equinox():
 
 def test_states_refuse_leaves_without_dtype():
     state = nnx.State({"w": nnx.Param(jnp.ones(2)), "mean": object()})
-    with pytest.raises(TypeError, match="the array 'mean' of NNX, which is no Param"):
+    with pytest.raises(TypeError, match="the array 'mean' of NNX, which is not a Param"):
         GRAD_FN.init(state, X)

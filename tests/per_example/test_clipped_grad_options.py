@@ -180,7 +180,9 @@ def test_thresholds_by_name_count_as_often_as_there_are_groups():
     options = {"scope": scopes.leaf(), "pre_clipping_transform": as_matrix}
     fn = per_example.clipped_grad(loss_fn, {"all": 2.0}, **options)
     assert fn.sensitivity(params=PARAMS) == 2.0
-    with pytest.raises(ValueError, match=r"thresholds are given by the names .* pass params="):
+    with pytest.raises(
+        ValueError, match=r"params must be given for thresholds by name.* pass params="
+    ):
         fn.sensitivity()
 
 

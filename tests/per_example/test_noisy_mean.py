@@ -134,7 +134,9 @@ def test_noisy_mean_of_sharded_sum_requires_separate_keys():
         key = jax.random.fold_in(key, jax.lax.axis_index("x")) if fold else key
         return noisy_mean(result._replace(grads=part), 1.0, key, 1)
 
-    with pytest.raises(ValueError, match=r"differs over the devices along \['x'\].*fold_in"):
+    with pytest.raises(
+        ValueError, match=r"key must differ between devices .* along \['x'\].*fold_in"
+    ):
         over_devices(functools.partial(of_device, False), jax.P("x"))
     noise = over_devices(functools.partial(of_device, True), jax.P("x"))
     assert np.std(noise) == pytest.approx(1.0, rel=0.05)

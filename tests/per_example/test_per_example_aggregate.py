@@ -171,7 +171,7 @@ def test_aggregate_inside_multi_steps_raises(with_params, size):
     grads = jax.tree.map(lambda x: jnp.ones(size + x.shape), PARAMS)
     for tx in (aggregate(1.0, 0.0), optax.chain(aggregate(1.0, 0.0), optax.sgd(0.1))):
         around = optax.MultiSteps(tx, 2)
-        with pytest.raises(ValueError, match=r"MultiSteps cannot stand around .*noisy_mean"):
+        with pytest.raises(ValueError, match=r"MultiSteps cannot wrap .*noisy_mean"):
             around.update(grads, around.init(PARAMS), PARAMS if with_params else None)
 
 

@@ -267,6 +267,7 @@ class Norms:
     def sum_weighted(self, multipliers: list[Multiplier], *, are_ordinary: bool) -> list[Array]:
         """Sums the gradients of all parameters times the multipliers of their groups."""
         by_leaf, gradients = self.grouping.broadcast_to_leaves(multipliers), self.backward.gradients
+        # The factors of an example apply to all elements of its gradients.
         dtypes = [sum_dtype(leaf.dtype) for leaf in self.plan.types]
         axes = tuple(tuple(range(gradient.ndim - 1)) for gradient in gradients.values())
         leaves = [gradient.astype(dtypes[i]) for i, gradient in gradients.items()]

@@ -285,6 +285,7 @@ class ParamTracker:
 def _make_site(
     eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
 ) -> MatmulSite | None:
+    # A product of two parameters is not supported.
     positions = [i for i, held in enumerate(refs) if held]
     if len(positions) != 1:
         return None
@@ -350,8 +351,8 @@ def evaluate(
             outputs, inner_data = _evaluate_inner(step.eqn, step.inner, inputs, inner_taps)
             data += inner_data
         else:
-            run: Any = step.run
-            outputs = primitives.eval_jaxpr(run, (), *inputs)
+            assert step.run is not None
+            outputs = primitives.eval_jaxpr(step.run, (), *inputs)
         env.update(zip(step.outputs, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars], data
 
@@ -375,5 +376,6 @@ def _evaluate_inner(
 
     # [length, ...] -> [...] in the body, for operands and taps
     sliced = (values[last:], list(taps))
+    # stacked: [length, ...], data: [length, *inner loops, ...]
     carry, (stacked, data) = primitives.rebind_scan(eqn, body, values[first:last], sliced)
     return [*carry, *stacked], data

@@ -179,12 +179,14 @@ def test_ghost_estimates_match_proven_rounding_bounds(way, dtype):
     norm, lost, off, total = expected(way, data, cotangents, UNITS[dtype])
     assert np.all(np.abs(found.norm - norm) <= lost + off)
     total[-1] = 0  # products of norms may underflow too
-    for name, proven in {"cancellation_error": lost, "off": off, "total": total}.items():
+    for name, proven in {"cancellation_error": lost, "error": off, "total": total}.items():
         least = getattr(found, name)
         assert np.all(least >= proven), (name, least / proven)
         # Where nothing underflows, hardly more than that.
         assert np.all(least[:2] <= 1.1 * proven[:2]), (name, least / proven)
-    thresholds = np.minimum(np.hypot(found.norm, found.cancellation_error) + found.off, found.total)
+    thresholds = np.minimum(
+        np.hypot(found.norm, found.cancellation_error) + found.error, found.total
+    )
     np.testing.assert_allclose(bound.astype(float), thresholds.astype(float), rtol=1e-6)
 
 
