@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
 
+import optaxclip._backend.meshes as meshes
 import optaxclip.scopes as scopes
 from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import Transformation, stateless, transformation
-from optaxclip._backend.leaf_shardings import as_spec
 from optaxclip._base.numerics import (
     accumulation_dtype,
     cast_elements,
@@ -346,13 +345,11 @@ def _specs_of(weights: list[_Weight], specs: PyTree, flat: FlatTree) -> PyTree:
     if specs is None or not weights:
         return None
 
-    def head_spec(spec: Any, weight: _Weight) -> Any:
-        padded = [*as_spec(spec), *[None] * weight.layout.rank]
-        own = PartitionSpec(*(padded[axis] for axis in weight.layout.axes))
-        return NamedSharding(spec.mesh, own) if isinstance(spec, NamedSharding) else own
-
     rows = zip(broadcast_prefix(specs, flat, "specs"), weights, strict=True)
-    return {weight.name: head_spec(spec, weight) for spec, weight in rows}
+    return {
+        weight.name: meshes.select_spec_entries(spec, weight.layout.axes, weight.layout.rank)
+        for spec, weight in rows
+    }
 
 
 def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[str, Array]:
