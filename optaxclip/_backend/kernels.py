@@ -145,13 +145,16 @@ def _sum_powers_on_gpu(
 ) -> Array:
     """Sums the powers of all elements of leaves with equal shapes and dtypes."""
     dtype = leaves[0].dtype
-    if dtype == jnp.float32:
-        # `abs` does not change powers. Without it, XLA stores more intermediate results (as of JAX
-        # 0.10.2, on an H100, 256 per-example gradients: 31.8 reads and writes instead of 29.6).
-        wide = [jnp.abs(leaf).astype(jnp.float64) for leaf in leaves]
-    else:
-        wide = [cast_elements(leaf, jnp.float64) for leaf in leaves]
-    powers = functools.reduce(lax.add, map(norm.map, wide))  # f64[*leaf.shape]
+    # `abs` does not change powers. Without it, XLA stores more intermediate results (as of JAX
+    # 0.10.2, on an H100, 256 per-example gradients: 31.8 reads and writes instead of 29.6).
+    wide = (
+        jnp.abs(leaf).astype(jnp.float64)
+        if dtype == jnp.float32
+        else cast_elements(leaf, jnp.float64)
+        for leaf in leaves
+    )
+    # The generator keeps the conversion of a leaf next to its powers.
+    powers = functools.reduce(lax.add, [norm.map(x) for x in wide])  # f64[*leaf.shape]
     if jnp.finfo(dtype).bits < 32:
         powers = _fold_rows(powers, axes, in_one_piece)
     return lax.reduce_sum(powers, axes)

@@ -290,7 +290,7 @@ def _global_shapes(
     shapes = []
     for leaf, spec in zip(leaves, specs, strict=True):
         mapped = meshes.varying_axes(leaf) if tracked else manual
-        axes = [mapped.intersection(entry) for entry in _spec_entries(spec, leaf)]
+        axes = [mapped.intersection(entry) for entry in meshes.spec_entries(spec, leaf)]
         shapes.append(tuple(map(operator.mul, np.shape(leaf), map(meshes.axis_size, axes))))
     return shapes
 
@@ -331,7 +331,7 @@ def infer_shardings(
         create = functools.partial(MappedShardings, is_unsharded=False)
     elif mesh is not None:
         mesh_axes = Axes(mesh.axis_names)
-        axes = [_select_spec_axes(leaf, over, spec, mesh_axes) for leaf, over, spec in rows]
+        axes = [meshes.select_spec_axes(leaf, over, spec, mesh_axes) for leaf, over, spec in rows]
         cls = MeshShardings if explicit_mesh is None else ExplicitShardings
         mesh = mesh if explicit_mesh is None else explicit_mesh
         create = functools.partial(
@@ -362,12 +362,12 @@ def _infer_mapped_axes(
             raise ValueError(
                 "specs or axis_name must be set inside pmap or shard_map(check_vma=False), got "
                 f"None for devices along {sorted(manual)}; pass specs=PartitionSpec() for "
-                "replicated gradients (after pmean), axis_name= if these axes shard all leaves, or specs= (a "
-                "pytree of PartitionSpec)"
+                "replicated gradients (after pmean), axis_name= if these axes shard all leaves, or "
+                "specs= (a pytree of PartitionSpec)"
             )
         if spec is None:
             return names, unsharded
-        reduced, kept = _select_spec_axes(leaf, over, spec, manual)
+        reduced, kept = meshes.select_spec_axes(leaf, over, spec, manual)
         return reduced | (names - manual), kept
     if names - manual:
         raise ValueError(
@@ -388,7 +388,7 @@ def _infer_mapped_axes(
             f"{jax.typeof(leaf)}, which varies over {sorted(varying)}; pass specs= (a pytree of "
             "PartitionSpec)"
         )
-    reduced, kept = _select_spec_axes(leaf, over, spec, varying)
+    reduced, kept = meshes.select_spec_axes(leaf, over, spec, varying)
     unknown = varying - reduced - meshes.union_axes(kept)
     if unknown:
         raise ValueError(
@@ -397,21 +397,6 @@ def _infer_mapped_axes(
             "these axes, correct the spec, or name only axes with shards in axis_name"
         )
     return reduced, kept
-
-
-def _select_spec_axes(
-    leaf: Any, over: tuple[int, ...], spec: PartitionSpec | None, mapped: Axes
-) -> tuple[Axes, KeptAxes]:
-    """Returns the mapped axes in a spec that shard the reduced axes, and the other axes."""
-    entries = [tuple(x for x in names if x in mapped) for names in _spec_entries(spec, leaf)]
-    reduced = meshes.union_axes(names for axis, names in enumerate(entries) if axis in over)
-    return reduced, tuple(names for axis, names in enumerate(entries) if axis not in over)
-
-
-def _spec_entries(spec: PartitionSpec | None, leaf: Any) -> list[tuple[str, ...]]:
-    """Returns the mesh axes that shard the axes of a leaf."""
-    entries = tuple(spec or ())
-    return list(map(meshes.spec_names, entries + (None,) * (np.ndim(leaf) - len(entries))))
 
 
 def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSpec]]:

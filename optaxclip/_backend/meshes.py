@@ -358,6 +358,21 @@ def axes_of(spec: PartitionSpec) -> Axes:
     return union_axes(map(spec_names, spec))
 
 
+def select_spec_axes(
+    leaf: Any, over: tuple[int, ...], spec: PartitionSpec | None, mapped: Axes
+) -> tuple[Axes, tuple[tuple[str, ...], ...]]:
+    """Returns the mapped axes in a spec that shard the reduced axes, and the other axes."""
+    entries = [tuple(x for x in names if x in mapped) for names in spec_entries(spec, leaf)]
+    reduced = union_axes(names for axis, names in enumerate(entries) if axis in over)
+    return reduced, tuple(names for axis, names in enumerate(entries) if axis not in over)
+
+
+def spec_entries(spec: PartitionSpec | None, leaf: Any) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that shard the axes of a leaf."""
+    entries = tuple(spec or ())
+    return list(map(spec_names, entries + (None,) * (np.ndim(leaf) - len(entries))))
+
+
 def as_spec(spec: Any) -> PartitionSpec:
     """Returns the spec of a `NamedSharding`. A `PartitionSpec` is returned unchanged."""
     if not isinstance(spec, (PartitionSpec, NamedSharding)):

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
 
+import optaxclip._backend.meshes as meshes
 import optaxclip.scopes as scopes
 from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import Transformation, stateless, transformation
-from optaxclip._backend.leaf_shardings import as_spec
 from optaxclip._base.numerics import (
     accumulation_dtype,
     cast_elements,
@@ -355,14 +354,11 @@ def _head_specs(head_leaves: list[_HeadLeaf], specs: PyTree, flat: FlatTree) -> 
     """Returns the sharding of the logits, which is that of the heads in the parameters."""
     if specs is None or not head_leaves:
         return None
-    head_specs = {}
-    for spec, head_leaf in zip(broadcast_prefix(specs, flat, "specs"), head_leaves, strict=True):
-        # A spec can be shorter than the rank of the leaf.
-        padded = [*as_spec(spec), *[None] * head_leaf.layout.rank]
-        own = PartitionSpec(*(padded[axis] for axis in head_leaf.layout.axes))
-        is_named = isinstance(spec, NamedSharding)
-        head_specs[head_leaf.name] = NamedSharding(spec.mesh, own) if is_named else own
-    return head_specs
+    pairs = zip(broadcast_prefix(specs, flat, "specs"), head_leaves, strict=True)
+    return {
+        leaf.name: meshes.select_spec_entries(spec, leaf.layout.axes, leaf.layout.rank)
+        for spec, leaf in pairs
+    }
 
 
 def _logits_by_name(
