@@ -367,10 +367,9 @@ def _flatten_as_float(grads: PyTree) -> FlatTree:
 
 
 _HINT = (
-    "If the devices along an axis have different examples and their whole gradients, use "
-    'specs=PartitionSpec("axis"). If all devices have the same gradients, use '
-    "specs=PartitionSpec(). For sharded gradients, clip under jit on an explicit mesh "
-    "(jax.make_mesh), which computes the norms over all devices"
+    'use specs=PartitionSpec("axis") if the devices along an axis have the whole gradients of '
+    "different examples, specs=PartitionSpec() if all devices have the same gradients, or an "
+    "explicit mesh (jax.make_mesh) under jit, which computes the norms over all devices"
 )
 
 

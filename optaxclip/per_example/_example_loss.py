@@ -33,9 +33,8 @@ from optaxclip._loss_arguments import (
 from optaxclip.per_example._batched_clip import ClippedSums, sum_dtype
 
 _HINT = (
-    "Per-example clipping inside shard_map and pmap requires all parameters on all devices. If "
-    "types do not show this, use specs=PartitionSpec(). For sharded parameters, clip under jit on "
-    "an explicit mesh (jax.make_mesh), which computes the norms over all devices"
+    "use specs=PartitionSpec() if all parameters are on all devices and types do not show this, or "
+    "clip under jit on an explicit mesh (jax.make_mesh), which computes the norms over all devices"
 )
 
 _SCALAR_LOSS = "the loss of one example, which has no example axis"
