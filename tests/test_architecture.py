@@ -77,7 +77,7 @@ def test_imports_contain_no_cycles():
 
 def test_import_finder_sees_known_imports():
     assert {"plots", "tuning"} <= set(imported(FILES["__main__"]))
-    assert "thresholds.constant" in set(imported(FILES["_engine.clip"]))
+    assert "thresholds._constant" in set(imported(FILES["_engine.clip"]))
 
 
 def test_files_have_at_most_500_lines():

@@ -231,7 +231,7 @@ def test_reference_lists_shared_options_once(docstrings):
     assert "checkify" not in text  # what they mean stands on a page of its own
     # What all of a kind say is added by decorators.
     assert text.count("Returns:") == text.count("Raises:") == 1
-    assert "A `ThresholdRule`" in package["thresholds.averages.zscore"].docstring.value
+    assert "A `ThresholdRule`" in package["thresholds._averages.zscore"].docstring.value
 
 
 def test_reference_shows_default_values(docstrings):

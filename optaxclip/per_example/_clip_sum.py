@@ -27,7 +27,7 @@ from optaxclip.per_example._batched_clip import ClippedSums, compute_clipped_sum
 from optaxclip.per_example._quantile import QuantileThreshold
 from optaxclip.responses import Response, as_response
 from optaxclip.scopes.leaves import Scope, resolve_scope
-from optaxclip.thresholds._constant import resolve_rule
+from optaxclip.thresholds._constant import check_threshold, resolve_rule
 from optaxclip.thresholds._rule import check_threshold_value, update_rule
 
 Split = Literal["uniform", "size"]
@@ -156,7 +156,7 @@ def _compute_named_thresholds(
         names = [(group.names[0], group.shape) for group in grouping.groups]
     else:
         names = [(name, ()) for name in grouping.names]
-    rule = resolve_rule(threshold, names)
+    rule = resolve_rule(check_threshold(threshold), names)
     norms = ravel_and_concatenate([jnp.zeros(shape, dtype) for _, shape in names])  # f32[groups]
     thresholds, _ = update_rule(rule, rule.init(norms), norms, None, "threshold")
     # f32[groups] -> f32[*group]

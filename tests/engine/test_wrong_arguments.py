@@ -93,7 +93,7 @@ def test_state_of_other_rule_raises_and_names_both(rule, how, number):
     place = [*RULES].index(rule)
     for other in [*RULES, *RULES][place + 1 :][:number]:
         held = names.get(other, f"the state of {other} with arrays")
-        said = f"must contain {own}.* for this threshold, got {held}.*fresh state"
+        said = f"must contain {own}.* for this threshold, got {held}.*new state"
         with pytest.raises(ValueError, match=said):
             update(params, state_of(other, how))
 

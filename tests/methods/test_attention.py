@@ -243,7 +243,10 @@ ERRORS = {
         {"logits": None},
         r"max_logits must be passed to the update, got None; call update",
     ),
-    "other params": ({"params": {"query": LAYER["query"]}}, "'key' of shape .* is missing"),
+    "other params": (
+        {"params": {"query": LAYER["query"]}},
+        r"leaf 'key' has shape \(1, 2, 2\), got no such leaf",
+    ),
     "no place": (
         {"logits": {"body/0": FIRST}},
         r"an array for the parameter 'key', got arrays for \['bo",
