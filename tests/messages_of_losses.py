@@ -198,9 +198,8 @@ VALUE_ERRORS = {
         {"v": W, "w": W}, X, loss_fn=lambda p, x: loss_fn(p["v"] + p["w"], x), clip=to_ints("w")
     ),
     "axis_name must be a mapped axis, got 'i'": lambda: called(W, X, axis_name="i"),
-    r"threshold must be a scalar, got an array of shape \(2,\); pass a dict from group names": lambda: (
-        clip_sum(np.ones(2))
-    ),
+    r"threshold must be a scalar, got an array of shape \(2,\); "
+    r"pass a dict from group names": lambda: clip_sum(np.ones(2)),
     r"one example, which has no.*got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
     "at least one, got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(jnp.ones(2)),
     r"argnums must be distinct .* got \(0, 0\)": lambda: grads_of(dot, argnums=(0, 0)),

@@ -61,14 +61,15 @@ def value_and_grad(
     Under `jit`, a batch that is split over devices stays split if the number of devices divides the
     microbatch size: each device has its share of each microbatch, nothing of the batch is gathered,
     and the sum is split as the parameters are. Each microbatch needs one all-reduce or
-    reduce-scatter of its gradient, because its norm is taken over all devices. With `compute_norms=False`
-    and without `weight`, XLA on GPUs does this only once, after the last microbatch.
+    reduce-scatter of its gradient, because its norm is taken over all devices. With
+    `compute_norms=False` and without `weight`, XLA on GPUs does this only once, after the last
+    microbatch.
 
     Inside `shard_map`, sizes and weights count what one device holds, and a loss that differs
     between devices is averaged over them by its weights. Even a device whose part of a microbatch
-    has weight 0 needs a finite loss, or the whole microbatch is rejected. With `compute_norms=False`,
-    parameters that every device holds in full need one all-reduce after the last microbatch, with
-    or without `weight`.
+    has weight 0 needs a finite loss, or the whole microbatch is rejected. With
+    `compute_norms=False`, parameters that every device holds in full need one all-reduce after the
+    last microbatch, with or without `weight`.
 
     Args:
       loss_fn: the mean loss of a microbatch, a scalar: the mean over its examples, or over what
@@ -86,40 +87,41 @@ def value_and_grad(
         nothing, whatever its loss is. If a weight is negative or NaN, or all weights are 0, the
         results are NaN.
       clip: a transformation of each microbatch's gradient, whose state goes from one microbatch to
-        the next, and which rejected microbatches do not change; or a threshold of the global norm, as
-        `optaxclip.clip_by` takes it.
-      reject_rule: which microbatches are left out. "nonfinite": those whose loss or gradient norm is not
-        finite. A number, schedule or rule of `optaxclip.thresholds`: also those with a norm above
-        it. None: none. If all are rejected, loss and gradients are NaN, so that
+        the next, and which rejected microbatches do not change; or a threshold of the global norm,
+        as `optaxclip.clip_by` takes it.
+      reject_rule: which microbatches are left out. "nonfinite": those whose loss or gradient norm
+        is not finite. A number, schedule or rule of `optaxclip.thresholds`: also those with a norm
+        above it. None: none. If all are rejected, loss and gradients are NaN, so that
         `optaxclip.skip_nonfinite` skips the step.
-      compute_norms: whether norms are measured. If False, `clip` and `reject` must be None, and `norm`
-        and `noise` are NaN; `jax_debug_nans` stops at a `jit` that returns these. Without `weight`,
-        gradients are then added as they are, so their sum must be finite, not only their mean.
+      compute_norms: whether norms are measured. If False, `clip` and `reject` must be None, and
+        `norm` and `noise` are NaN; `jax_debug_nans` stops at a `jit` that returns these. Without
+        `weight`, gradients are then added as they are, so their sum must be finite, not only their
+        mean.
       dtype: of sums and gradients, float32 or wider; for float64 and complex leaves they are
         float64 and complex.
       axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
         the mapped axes over which the batch is split.
-      specs: how parameters are split over devices, as in `optaxclip.ShardingOptions`, if their types
-        do not say it; where `axis_name` is needed, None means that they are not split.
+      specs: how parameters are split over devices, as in `optaxclip.ShardingOptions`, if their
+        types do not say it; where `axis_name` is needed, None means that they are not split.
 
     Returns:
       A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`.
       `value` is the mean loss, float[], or with `has_aux` the pair `(value, aux)`; `grads` is the
       tree of gradients, `accumulated` an `Accumulated`. Pass its `state` to the next step; the
       method `init(*args)` makes the first one. Without a state each call begins with a fresh one,
-      which is an error if a threshold depends on earlier steps. Call the function inside of `jax.jit`:
-      otherwise the loop is compiled again at each call.
+      which is an error if a threshold depends on earlier steps. Call the function inside of
+      `jax.jit`: otherwise the loop is compiled again at each call.
 
     Raises:
-      ValueError: for a microbatch size below 1, an unknown name, a threshold that is negative or NaN, a
-        narrow dtype, and `compute_norms=False` with a clip or a rule; when called, for the state None if
-        a threshold depends on earlier steps, a batch that is empty or that the size does not divide,
-        arguments that do not share an axis of examples, positions that do not exist or come twice,
-        a loss or weight that is not a scalar, a weight that is known not to be above 0, a clip that
-        returns another tree, and a missing `axis_name`.
+      ValueError: for a microbatch size below 1, an unknown name, a threshold that is negative or
+        NaN, a narrow dtype, and `compute_norms=False` with a clip or a rule; when called, for the
+        state None if a threshold depends on earlier steps, a batch that is empty or that the size
+        does not divide, arguments that do not share an axis of examples, positions that do not
+        exist or come twice, a loss or weight that is not a scalar, a weight that is known not to be
+        above 0, a clip that returns another tree, and a missing `axis_name`.
       TypeError: if `loss_fn` or `weight` is not a function, `clip` neither a transformation nor a
-        threshold, `reject` not a rule, or a position or size not an int; when called, for a loss or a
-        weight that is not a real number, `specs` that hold something other than specs, or a model
+        threshold, `reject` not a rule, or a position or size not an int; when called, for a loss or
+        a weight that is not a real number, `specs` that hold something other than specs, or a model
         of Flax NNX or Equinox that holds more than its parameters (`docs/recipes/modules.md`).
 
     Example:

@@ -35,9 +35,9 @@ class Accumulated(NamedTuple):
       aux: what else the losses returned, `[k, ...]`; None without `has_aux`.
       state: an `AccumulateState`, to be passed to the next step. It holds the clip's own state,
         with the record of the last microbatch that was not rejected.
-      noise: for `optaxclip.monitor.noise_scale`, in units of the weights; NaN with `compute_norms=False`,
-        and if fewer than two microbatches count. `jax_debug_nans` stops at a `jit` that returns
-        such a NaN, because it checks all that a compiled function returns.
+      noise: for `optaxclip.monitor.noise_scale`, in units of the weights; NaN with
+        `compute_norms=False`, and if fewer than two microbatches count. `jax_debug_nans` stops at a
+        `jit` that returns such a NaN, because it checks all that a compiled function returns.
     """
 
     norm: Array

@@ -83,7 +83,8 @@ class MicrobatchProcessor:
         ):
             raise ValueError(
                 "compute_norms=False leaves nothing to judge microbatches by: pass clip=None and "
-                f"reject_rule=None with it, got clip={clip!r:.60} and reject_rule={reject_rule!r:.60}"
+                f"reject_rule=None with it, got clip={clip!r:.60} and "
+                f"reject_rule={reject_rule!r:.60}"
             )
         rule = _check_reject_rule(reject_rule)
         return cls(_check_clip(clip), rule, reject_rule is not None, compute_norms, places)
@@ -146,7 +147,8 @@ class MicrobatchProcessor:
     def _transformation(self) -> optax.GradientTransformationExtraArgs:
         """The clip as a transformation.
 
-        A threshold's clip is made at each call, because its `specs` depend on the mapped axes there.
+        A threshold's clip is made at each call, because its `specs` depend on the mapped axes
+        there.
         """
         if not isinstance(self.clip, ThresholdRule):
             return self.clip or optax.with_extra_args_support(optax.identity())
@@ -171,7 +173,8 @@ def _check_clip(clip: Any) -> Any:
     threshold = check_threshold(clip, "clip")
     if isinstance(threshold, dict):
         raise TypeError(
-            f"clip must be a transformation, or one threshold of the global norm, got {clip!r:.80}; "
+            "clip must be a transformation, or one threshold of the global norm, got "
+            f"{clip!r:.80}; "
             "for groups with a threshold each pass clip_by_group_norm"
         )
     return threshold
@@ -185,12 +188,14 @@ def _check_reject_rule(reject_rule: Any) -> ThresholdRule | None:
         if reject_rule == NONFINITE:
             return None
         raise ValueError(
-            f"reject_rule must be {NONFINITE!r}, None, or a rule of optaxclip.thresholds, got {reject_rule!r}"
+            f"reject_rule must be {NONFINITE!r}, None, or a rule of optaxclip.thresholds, got "
+            f"{reject_rule!r}"
         )
     rule = check_threshold(reject_rule, "reject_rule")
     if isinstance(rule, dict):
         raise TypeError(
-            f"reject_rule must be one rule, for the norm of the whole gradient, got {reject_rule!r:.80}"
+            "reject_rule must be one rule, for the norm of the whole gradient, got "
+            f"{reject_rule!r:.80}"
         )
     return rule.as_pytree()
 

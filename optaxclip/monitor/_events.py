@@ -56,8 +56,8 @@ class EventsState(NamedTuple):
       name: the transformation's name, as a tuple of one.
       names: the leaves' names, among which the worst is found; empty if each clip and skip inside
         has norms of leaves or groups of its own. A leaf that was None at `init` comes last.
-      numbers: float32[window, judges, 3], norm, threshold and factor of each clip and skip inside, in
-        the order of `read`; for the loss of a skip, the loss and its threshold. Step n is in row
+      numbers: float32[window, judges, 3], norm, threshold and factor of each clip and skip inside,
+        in the order of `read`; for the loss of a skip, the loss and its threshold. Step n is in row
         `n % window`.
       marks: int32[window, 1 + judges], what became of the step, and for each clip and skip the
         number of its worst leaf, from 1; 0 if the tree had no leaves, -1 if it did not run.
@@ -94,10 +94,10 @@ def events(
 ) -> Transformation[EventsState]:
     """Keeps what the clips and skips in `inner` did at each of the last steps.
 
-    It keeps for each step the norm, the threshold, the factor, what became of the step, and the worst
-    leaf. It wraps a clip, a skip, or the whole optimizer. Updates are those of `inner`, bit for
-    bit. `history` reads the events, with the number of each step, by which a bad batch is found in
-    the data; `plots.events_over_steps` draws them. Nothing is sent to the host until then.
+    It keeps for each step the norm, the threshold, the factor, what became of the step, and the
+    worst leaf. It wraps a clip, a skip, or the whole optimizer. Updates are those of `inner`, bit
+    for bit. `history` reads the events, with the number of each step, by which a bad batch is found
+    in the data; `plots.events_over_steps` draws them. Nothing is sent to the host until then.
 
     A step writes one row of numbers, taken from the records of the clips and skips. If a clip or a
     skip has one norm for the whole tree, its worst leaf is the one with the largest norm among the
@@ -111,8 +111,8 @@ def events(
       inner: the transformation with a clip or a skip in it.
       window: how many steps to keep.
       norm: the norm by which the worst leaf is found, as in `optaxclip.clip_by`: pass the clip's.
-      **options: those that all transformations share, `optaxclip.ShardingOptions`; `history` chooses
-        among several by their `name`.
+      **options: those that all transformations share, `optaxclip.ShardingOptions`; `history`
+        chooses among several by their `name`.
 
     Returns:
       A transformation with an `EventsState`.

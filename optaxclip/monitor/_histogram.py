@@ -135,7 +135,8 @@ class Histogram:
         Example:
           >>> import numpy as np
           >>> counts, edges = np.array([0, 3, 0, 2]), np.array([0.25, 0.5, 1.0, 2.0, 4.0])
-          >>> print(*Histogram(counts, edges, num_zero=0, num_nonfinite=0, step=0).list_by_exponent())
+          >>> found = Histogram(counts, edges, num_zero=0, num_nonfinite=0, step=0)
+          >>> print(*found.list_by_exponent())
           [3 0 2] [-1.  0.  1.  2.]
         """
         known = np.flatnonzero(self.counts)
@@ -169,7 +170,8 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
       >>> tx = monitor.histogram()
       >>> grads = {"w": jnp.array([1e-9, 0.5, 1e6])}
       >>> found = histograms(tx.update(grads, tx.init(grads))[1])["w"]
-      >>> print(f"{found.underflow_fraction(jnp.float16):.2f} {found.overflow_fraction(jnp.float16):.2f}")
+      >>> lost = found.underflow_fraction(jnp.float16), found.overflow_fraction(jnp.float16)
+      >>> print("{:.2f} {:.2f}".format(*lost))
       0.33 0.33
     """
     missing = (

@@ -46,10 +46,10 @@ def history(
         worst    | the name of the worst leaf or group
 
       These numbers are of the first clip or skip in the order of `read`, which is the outermost.
-      The fields of each other one begin with its name, `clip_by_global_norm/threshold`. They are NaN,
-      and its `worst` is empty, at steps at which it did not run, for example because a skip around
-      it left the step out. A skip that judges the loss has `loss` and `loss_threshold` too. The verdict
-      is on the whole step.
+      The fields of each other one begin with its name, `clip_by_global_norm/threshold`. They are
+      NaN, and its `worst` is empty, at steps at which it did not run, for example because a skip
+      around it left the step out. A skip that judges the loss has `loss` and `loss_threshold` too.
+      The verdict is on the whole step.
 
     Raises:
       ValueError: if no record and no events have the name, or several have; for a statistic or a

@@ -153,19 +153,19 @@ def metrics(
     back, the share is NaN and `steps` is below 0.
 
     With `top`, each clip and record that has several leaves or groups shows numbers of the worst of
-    them too, the worst first: `clip_by_norm/top/0/norm`, `threshold`, `factor` and `clipped_norm`, and
-    all statistics of a record, `record/top/0/share`. A record sorts them by their norms, or, if it
-    keeps none, by the first of its statistics in the order of its table. `record/top/0/index` says
-    which leaf it is: its name is `history_names(state)[index]`, for a clip
+    them too, the worst first: `clip_by_norm/top/0/norm`, `threshold`, `factor` and `clipped_norm`,
+    and all statistics of a record, `record/top/0/share`. A record sorts them by their norms, or, if
+    it keeps none, by the first of its statistics in the order of its table. `record/top/0/index`
+    says which leaf it is: its name is `history_names(state)[index]`, for a clip
     `read(state)["clip_by_norm"].names[index]`. `scalars` gives the name itself, as
     `record/top/0/name`. If there are fewer leaves than `top`, there are fewer numbers.
 
-    Each label has numbers of its own (scopes `group` and `muon`). With `per_group`, so has each leaf,
-    and each layer of a stack: `clip_by/norm/layers/00`. Otherwise there may be very many leaves,
-    units, or states under `vmap`, so one number stands for all of them. The worst entry is the one
-    with the largest ratio of norm to threshold, of equal ones (to rounding) the first; a norm that is
-    not finite and a threshold of 0 are worse than all others. The threshold is inf before the first step,
-    and always for `skip_nonfinite`.
+    Each label has numbers of its own (scopes `group` and `muon`). With `per_group`, so has each
+    leaf, and each layer of a stack: `clip_by/norm/layers/00`. Otherwise there may be very many
+    leaves, units, or states under `vmap`, so one number stands for all of them. The worst entry is
+    the one with the largest ratio of norm to threshold, of equal ones (to rounding) the first; a
+    norm that is not finite and a threshold of 0 are worse than all others. The threshold is inf
+    before the first step, and always for `skip_nonfinite`.
 
     The names depend on the transformations alone and are the same at every step. If several
     transformations share a name, the second and later ones, in the order of `read`, get a number

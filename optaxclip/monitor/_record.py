@@ -114,8 +114,8 @@ def record(
       loss: whether to keep the loss in place of statistics; the update takes it as `value=` or
         `loss=`.
       norm: the norm of "norm", "param_norm" and "ratio", as in `optaxclip.clip_by`.
-      **options: those that all transformations share, `optaxclip.ShardingOptions`; `history` chooses
-        among several records by their `name`.
+      **options: those that all transformations share, `optaxclip.ShardingOptions`; `history`
+        chooses among several records by their `name`.
 
     Returns:
       A transformation with a `RecordState`. Its update returns the updates as they are.

@@ -34,7 +34,8 @@ def step_was_applied(opt_state: PyTree) -> Array:
     not taken::
 
       updates, opt_state = tx.update(grads, opt_state, params)
-      batch_stats = optax.tree.where(monitor.step_was_applied(opt_state), new_batch_stats, batch_stats)
+      batch_stats = optax.tree.where(monitor.step_was_applied(opt_state), new_batch_stats,
+      batch_stats)
 
     `taken` says what became of the step, not whether it was good: a step that a skip took after all
     (`max_consecutive`) was taken. If there are several skips, all must have taken it. If they are
@@ -68,8 +69,9 @@ def step_was_applied(opt_state: PyTree) -> Array:
     flags = list(_flags(opt_state))
     if not flags:
         raise ValueError(
-            "monitor.step_was_applied takes an optimizer's state that holds a skip, and finds none in what it "
-            f"got: {describe_tree(opt_state)}. Put skip_nonfinite, skip_above or scale_loss around the "
+            "monitor.step_was_applied takes an optimizer's state that holds a skip, and finds none in "
+            f"what it got: {describe_tree(opt_state)}. Put skip_nonfinite, skip_above or scale_loss "
+            "around the "
             "optimizer, and pass opt_state, a TrainState or an nnx.Optimizer. (The state of "
             "optax.apply_if_finite does not say whether it took a step.)"
         )
@@ -102,11 +104,11 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
     """The leaves that caused a skipped step, or that were not finite when they were clipped.
 
     A skip keeps the leaves that caused the latest step that it skipped: the leaves that were not
-    finite; if all were finite, those whose own norm was above the threshold; if none was, the one with
-    the largest norm; and no leaf if the loss alone was the cause. It finds them in the same read of
-    the gradients as the norm. A clip of single leaves (the scopes `leaf`, `axes`, `unit`) keeps
-    which leaves were not finite at the last step, except those that `nonfinite="mask"` had mended;
-    a clip of labelled groups keeps the labels.
+    finite; if all were finite, those whose own norm was above the threshold; if none was, the one
+    with the largest norm; and no leaf if the loss alone was the cause. It finds them in the same
+    read of the gradients as the norm. A clip of single leaves (the scopes `leaf`, `axes`, `unit`)
+    keeps which leaves were not finite at the last step, except those that `nonfinite="mask"` had
+    mended; a clip of labelled groups keeps the labels.
 
     Args:
       opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, also one restored
@@ -170,8 +172,9 @@ def step_status(opt_state: PyTree, roll_back_after: int = 10) -> StepStatus:
               case "roll back":
                   params, opt_state = restore_last_checkpoint()
 
-    Going back cannot help if a constant threshold is below the usual norms, or if the gradient is NaN
-    at every step, as that of `where(x > 0, sqrt(x), 0)` at 0 is; `docs/recovery.md` says what does.
+    Going back cannot help if a constant threshold is below the usual norms, or if the gradient is
+    NaN at every step, as that of `where(x > 0, sqrt(x), 0)` at 0 is; `docs/recovery.md` says what
+    does.
 
     The host waits for the step that made the state, and then for one `jax.device_get` of three
     numbers for each skip (four if it judges the loss). Nothing is computed on the device.

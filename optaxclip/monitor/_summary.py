@@ -246,7 +246,7 @@ def _take_worst(columns: dict[str, Any]) -> Summary:
 
 
 def _norm_to_threshold(norm: Any, threshold: Any) -> Any:
-    """The square root of norm / threshold: unlike the ratio, it is always in the range of float32."""
+    """Returns the square root of norm / threshold, which is always in the range of float32."""
     xp = _namespace(norm)
     is_usable = (threshold > 0) & xp.isfinite(norm)
     norm, threshold = xp.where(is_usable, norm, 0), xp.where(is_usable, threshold, 1)

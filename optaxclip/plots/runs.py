@@ -73,14 +73,14 @@ def norm_curves(
     Args:
       norms: a dict from each run's name to its norms, float[n].
       steps: the step of each norm, int[n]; 0, 1, ... if None.
-      threshold: a norm to mark by a horizontal line. A threshold that changes from step to step is drawn by
-        `norms_over_steps`.
+      threshold: a norm to mark by a horizontal line. A threshold that changes from step to step is
+        drawn by `norms_over_steps`.
       ax: where to draw.
 
     Raises:
       ValueError: for no runs, a run without norms, and norms or steps of other shapes.
-      TypeError: if `norms` is not a dict, or holds anything but real numbers; for a threshold that is
-        not a real number, such as an array of one for each step.
+      TypeError: if `norms` is not a dict, or holds anything but real numbers; for a threshold that
+        is not a real number, such as an array of one for each step.
 
     Example:
       >>> from optaxclip import plots
@@ -91,7 +91,8 @@ def norm_curves(
     curves = _check_runs(norms, steps, "norms")
     if threshold is not None and (not is_real(threshold) or np.ndim(threshold)):
         raise TypeError(
-            f"threshold must be a number, got {short_repr(threshold)} of type {type(threshold).__name__}; "
+            f"threshold must be a number, got {short_repr(threshold)} of type "
+            f"{type(threshold).__name__}; "
             "plots.norms_over_steps draws one run with a threshold for each step"
         )
     axes = new_axes(ax)

@@ -34,19 +34,20 @@ def norms_over_steps(
 ) -> "Axes":
     """Draws the norms of one run on a logarithmic axis, and marks the steps above a threshold.
 
-    Triangles mark the norms above the threshold, and crosses at the top those that are not finite. For
-    a suggestion, triangles mark only steps after the warm-up, because only these are counted.
+    Triangles mark the norms above the threshold, and crosses at the top those that are not finite.
+    For a suggestion, triangles mark only steps after the warm-up, because only these are counted.
 
     Args:
-      norms: the raw norms, float[n]; or what `optaxclip.tuning._suggest` returned, with its threshold.
-      threshold: one threshold, or the threshold of each step, float[n]; it need not be the run's own threshold. An
-        infinite threshold is not drawn.
+      norms: the raw norms, float[n]; or what `optaxclip.tuning._suggest` returned, with its
+        threshold.
+      threshold: one threshold, or the threshold of each step, float[n]; it need not be the run's
+        own threshold. An infinite threshold is not drawn.
       steps: the step of each norm, int[n]; if None, those of the suggestion, or 0, 1, ...
       ax: where to draw.
 
     Raises:
-      ValueError: for no norms, for more than one axis, for a wrong number of thresholds or steps, or
-        for a suggestion and a threshold.
+      ValueError: for no norms, for more than one axis, for a wrong number of thresholds or steps,
+        or for a suggestion and a threshold.
       TypeError: for norms that are not real numbers.
 
     Example:
@@ -97,7 +98,8 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     """Draws how often norms of each size came after the warm-up, with the suggested threshold.
 
     Spikes, whose norms stick out among the steps around them, have a colour of their own. So do
-    norms above the threshold that are not spikes; there are such norms if the level of the norms moves.
+    norms above the threshold that are not spikes; there are such norms if the level of the norms
+    moves.
 
     Args:
       suggestion: what `optaxclip.tuning._suggest` returned.
@@ -194,7 +196,7 @@ def _label(suggestion: Suggestion) -> str:
 
 
 def bin_edges(norms: Numbers, threshold: float) -> Numbers:
-    """The edges of equally wide bins. The threshold is an edge, so no bin lies on both sides of it."""
+    """Returns the edges of bins of equal width, of which the threshold is one."""
     low, high = np.log(norms.min() / threshold), np.log(norms.max() / threshold)
     width = (high - low) / BINS or 0.1
     # A norm equal to its threshold is not above it.

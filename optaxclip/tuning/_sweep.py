@@ -152,7 +152,8 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
     if not shapes:
         raise ValueError(
-            f"data must contain an array with a batch for each step, got {short_repr(data)}; if the "
+            f"data must contain an array with a batch for each step, got {short_repr(data)}; if "
+            "the "
             f"steps need none, pass np.arange({steps})"
         )
     short_ones = [shape for shape in shapes if not shape or shape[0] < steps]

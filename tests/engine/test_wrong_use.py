@@ -60,7 +60,8 @@ def test_skip_above_without_loss_explains_train_state():
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
     said = (
         r"got neither; call update\(grads, state, params, value=loss\)\. Flax's "
-        r"TrainState\.apply_gradients does not pass extra arguments, so call state\.tx\.update\(grads, state\.opt_"
+        r"TrainState\.apply_gradients does not pass extra arguments, so call "
+        r"state\.tx\.update\(grads, state\.opt_"
     )
     with pytest.raises(ValueError, match=said):
         state.apply_gradients(grads=state.params)
