@@ -69,9 +69,9 @@ def step_was_applied(opt_state: PyTree) -> Array:
     flags = list(_flags(opt_state))
     if not flags:
         raise ValueError(
-            "monitor.step_was_applied takes an optimizer's state that holds a skip, and finds none in "
-            f"what it got: {describe_tree(opt_state)}. Put skip_nonfinite, skip_above or scale_loss "
-            "around the "
+            "monitor.step_was_applied takes an optimizer's state that holds a skip, and finds none "
+            f"in what it got: {describe_tree(opt_state)}. Put skip_nonfinite, skip_above or "
+            "scale_loss around the "
             "optimizer, and pass opt_state, a TrainState or an nnx.Optimizer. (The state of "
             "optax.apply_if_finite does not say whether it took a step.)"
         )
