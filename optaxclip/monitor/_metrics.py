@@ -380,7 +380,7 @@ def json_line(
     """Returns the numbers of `scalars` as one line of valid JSON.
 
     JSON cannot represent NaN and infinities, so they are written as null.
-    `optaxclip.tuning._read_log` and `python -m optaxclip suggest` read a file of such lines and
+    `optaxclip.tuning.read_log` and `python -m optaxclip suggest` read a file of such lines and
     treat a norm that is null as non-finite. The host waits for the device, as in `scalars`.
 
     Args:
