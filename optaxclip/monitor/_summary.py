@@ -346,7 +346,7 @@ def counts(opt_state: PyTree) -> Counts:
       NumPy arrays, after one `jax.device_get`.
 
     Raises:
-      ValueError: If no clip or skip in the state keeps a record, as in `metrics`.
+      ValueError: If `metrics` raises it for this state.
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
