@@ -33,11 +33,11 @@ def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any
     found = list(iter_states(opt_state, (ClipState, SkipState, *more)))
     if not found:
         raise ValueError(
-            f"monitor.{caller} takes an optimizer's state that holds the record of a clip or a "
-            f"skip, and finds none in what it got: {describe_tree(opt_state)}. Pass opt_state, a "
-            "TrainState or an nnx.Optimizer. (optaxclip.clip, clip_by_value and "
-            "clip_by_second_moment keep no record, nor does anything with record=False; what "
-            "monitor.record keeps is read by monitor.history, and by metrics and scalars.)"
+            f"opt_state of monitor.{caller} must contain the record of a clip or a skip, got "
+            f"{describe_tree(opt_state)}; pass the optimizer's state, a TrainState or an "
+            "nnx.Optimizer (optaxclip.clip, clip_by_value, clip_by_second_moment and "
+            "transformations with record=False keep no record; read the state of monitor.record "
+            "with monitor.history, metrics or scalars)"
         )
     return found
 
@@ -78,7 +78,9 @@ def check_not_vmapped(steps: Any, reader: str) -> None:
     """Checks that the counter of steps has no axes, as it does for several seeds under `vmap`."""
     if np.ndim(steps):
         one = "jax.tree.map(lambda x: x[0], opt_state)"
-        raise ValueError(f"{reader} takes one state, got {steps.size} under vmap; pass {one}")
+        raise ValueError(
+            f"opt_state of {reader} must be one state, got {steps.size} under vmap; pass {one}"
+        )
 
 
 def learning_rates(opt_state: PyTree) -> dict[str, Any]:
@@ -141,8 +143,8 @@ def _check_not_deleted(state: Any) -> None:
     own = [getattr(state, field) for field in fields if field not in ("inner_state", "skip")]
     if any(map(is_deleted, jax.tree.leaves(own))):
         raise ValueError(
-            "the state was donated to a compiled step (donate_argnums, donate_argnames), which has "
-            "used up its arrays: pass the state that this step returned"
+            "opt_state must contain usable arrays, got arrays that were donated to a compiled step "
+            "(donate_argnums, donate_argnames); pass the state that this step returned"
         )
 
 

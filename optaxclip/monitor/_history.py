@@ -175,8 +175,8 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
 
 def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsState:
     missing = (
-        "the state holds no record, and so no history: put monitor.record(window) into the chain, "
-        "in front of the clip for the raw norms, and pass the chain's state"
+        "opt_state must contain a record, got none; insert monitor.record(window) into the chain "
+        "(before the clip to record the raw norms) and pass the chain's state"
     )
     told = {"reader": "history", "what": "record", "missing": missing}
     return find_one_state(opt_state, name, RecordState, EventsState, **told)

@@ -408,7 +408,7 @@ def json_line(
     """
     found = scalars_on_host(opt_state, "", since, top, per_group, "json_line")
     if twice := sorted(found.keys() & more.keys()):
-        raise ValueError(f"{twice[0]!r} is the name of a scalar: give what is passed another one")
+        raise ValueError(f"more must not contain the name of a scalar, got {twice[0]!r}; rename it")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}
     return json.dumps(whole, allow_nan=False)
 

@@ -411,8 +411,8 @@ def _parse_since(since: PyTree) -> Counts:
     """Returns the counts from `since`, a state or counts."""
     if any(map(is_deleted, jax.tree.leaves(since))):
         raise ValueError(
-            "since holds arrays that are deleted, because the state was donated to a later step: "
-            "keep monitor.counts(opt_state) before that step, and pass it as since"
+            "since must contain usable arrays, got arrays that were donated to a later step; "
+            "compute monitor.counts(opt_state) before that step and pass the result as since"
         )
     are_counts = isinstance(since, Mapping) and all(
         isinstance(each, Mapping) and set(each) <= {*COUNTS} for each in since.values()
