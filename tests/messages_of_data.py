@@ -109,11 +109,11 @@ VALUE_ERRORS = {
     r"at least the 61 steps, got a leaf of the shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
     r"data must contain an array with .* got None.*np\.arange\(60\)": lambda: swept(data=None),
     r"data must contain an array with .* got \{\}.*np\.arange\(60\)": lambda: swept(data={}),
-    r"holds no record, and so no history: put monitor\.record\(window\) in": lambda: (
+    r"must contain a record, got none; insert monitor\.record\(window\) in": lambda: (
         monitor.history(without_record())
     ),
-    r"holds no record.* put monitor\.record\(window\) in": lambda: monitor.history_names(
-        without_record()
+    r"contain a record, got none; insert monitor\.record\(window\) into": lambda: (
+        monitor.history_names(without_record())
     ),
     r"several records, with the names \['record', 'events'\]: pass hist": lambda: monitor.history(
         of_several(monitor.record(2), monitor.events(optaxclip.clip_by_norm(1.0)))
@@ -133,7 +133,7 @@ VALUE_ERRORS = {
     r"several histograms, with the names \['a', 'histogram'\]: pass hist": lambda: (
         monitor.dtype_fit(of_several(monitor.histogram(name="a"), monitor.histogram()))
     ),
-    "histograms takes one state, got 2 under vmap": lambda: monitor.histograms(
+    "opt_state of histograms must be one state, got 2 under vmap": lambda: monitor.histograms(
         jax.vmap(monitor.histogram().init)(jnp.ones((2, 3)))
     ),
     "every must be an int of at least 1, got 0": lambda: monitor.histogram(every=0),
@@ -164,11 +164,15 @@ VALUE_ERRORS = {
     r"the window and the scope": lambda: another_record(
         {"window": 5, "stats": ("norm", "max")}, {"window": 3, "stats": ("norm", "max")}
     ),
-    "the state was donated .*: pass the state that this step returned": lambda: monitor.scalars(
+    "arrays that were donated .*; pass the state that this step returned": lambda: monitor.scalars(
         donated()
     ),
-    "the state was donated .* used up its arrays": lambda: monitor.history(donated()),
-    "the state was donated": lambda: monitor.metrics(donated()),
+    "opt_state must contain usable arrays, got arrays that were donated": lambda: monitor.history(
+        donated()
+    ),
+    "contain usable arrays, got arrays that were donated .*; pass the state that": lambda: (
+        monitor.metrics(donated())
+    ),
     r"'norm', 'max',.*'maxx'; did you mean 'max'": lambda: monitor.record(stats=("norm", "maxx")),
     r"among \['norm'.*got 'kurtosis'$": lambda: monitor.record(stats="kurtosis"),
     r"stats must name at least one of \['norm'": lambda: monitor.record(stats=()),

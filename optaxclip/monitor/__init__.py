@@ -1,23 +1,23 @@
-"""What the clips did: read it from the optimizer's state, log it, keep a history of norms.
+"""Reads, logs and records the behavior of clips and skips from the optimizer's state.
 
-Every clip and every skip keeps a record of its last step in its own state, wherever that is held:
-in `chain`, `masked`, `partition`, `MultiSteps`, `apply_if_finite`, `inject_hyperparams`, a Flax
-`TrainState`, an `nnx.Optimizer`, lists, dicts. (`clip`, `clip_by_value` and
-`clip_by_second_moment` have no norm and keep no record.) For a log, `metrics` turns the records
-into a flat dict of numbers inside of the compiled step, `scalars` gives the same numbers as floats
-on the host, and `json_line` writes them as a line of JSON::
+Clips and skips keep a record of their last step in their own state. This state can be inside
+`chain`, `masked`, `partition`, `MultiSteps`, `apply_if_finite`, `inject_hyperparams`, a Flax
+`TrainState`, an `nnx.Optimizer`, lists or dicts. (`clip`, `clip_by_value` and
+`clip_by_second_moment` have no norm and keep no record.) For logging, `metrics` converts the
+records to a flat dict of numbers inside the compiled step, `scalars` returns the same numbers as
+floats on the host, and `json_line` writes them as a line of JSON::
 
   for name, value in monitor.scalars(opt_state).items():
       writer.add_scalar(name, value, step)              # TensorBoard
   wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
 
-With `since=`, shares and counts are of the steps after an earlier state. `events` keeps what became
-of each of the last steps, so that a bad batch can be found. `histogram` counts entries by their
-size, and `dtype_fit` says which number format holds them. After a step that was skipped,
-`bad_leaves` names the leaves that caused it, and `verdict` tells the host whether to go on; inside
-of the compiled step `taken` tells what else must stay as it was. `loss_scale` is the number by
-which a step multiplies its loss. `noise_scale` tells from the gradients of microbatches whether the
-batch is too small.
+With `since=`, fractions and counts cover only the steps after an earlier state. `events` records
+the outcome of the last steps, so you can find a bad batch. `histogram` counts elements by
+magnitude, and `dtype_fit` shows which number format can represent them. After a skipped step,
+`bad_leaves` returns the names of the leaves that caused it, and `step_status` shows on the
+host whether training should continue. Inside the compiled step, `step_was_applied` shows whether
+other state must also remain unchanged. `loss_scale` is the factor by which a step multiplies its
+loss. `noise_scale` uses the gradients of microbatches to check whether the batch is too small.
 """
 
 from optaxclip.monitor._dtype_fit import DtypeFit as DtypeFit

@@ -1,4 +1,4 @@
-"""Finding the states of clips, skips and records in any pytree, and their numbers on the host."""
+"""Finds the states of clips, skips and records in any pytree and fetches their numbers."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,26 +18,26 @@ from optaxclip.transforms.skip import LossState, SkipState
 
 NAME_FIELDS = {"name", "names", "leaves"}
 FIELDS_WITHOUT_ARRAYS = {"rule", "loss", "inner_state", "skip_state"}
-"""Fields without arrays, which Flax leaves out where it makes dicts of states."""
+"""Fields without arrays, which Flax omits when it converts states to dicts."""
 
 
 def find(tree: PyTree, *kinds: Any) -> dict[str, Any]:
-    """The states of the given kinds under their keys."""
+    """Returns the states of the given kinds by key."""
     found = list(iter_states(tree, kinds))
     keys = unique_keys([(path, (name_of(state),)) for path, state in found])
     return dict(zip(keys, (state for _, state in found), strict=True))
 
 
 def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any]]:
-    """The states that hold the record of a clip or a skip, or are of one more kind, with paths."""
+    """Returns the states of clips, skips and `more` kinds with their paths."""
     found = list(iter_states(opt_state, (ClipState, SkipState, *more)))
     if not found:
         raise ValueError(
-            f"monitor.{caller} takes an optimizer's state that holds the record of a clip or a "
-            f"skip, and finds none in what it got: {describe_tree(opt_state)}. Pass opt_state, a "
-            "TrainState or an nnx.Optimizer. (optaxclip.clip, clip_by_value and "
-            "clip_by_second_moment keep no record, nor does anything with record=False; what "
-            "monitor.record keeps is read by monitor.history, and by metrics and scalars.)"
+            f"opt_state of monitor.{caller} must contain the record of a clip or a skip, got "
+            f"{describe_tree(opt_state)}; pass the optimizer's state, a TrainState or an "
+            "nnx.Optimizer (optaxclip.clip, clip_by_value, clip_by_second_moment and "
+            "transformations with record=False keep no record; read the state of monitor.record "
+            "with monitor.history, metrics or scalars)"
         )
     return found
 
@@ -45,18 +45,18 @@ def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any
 def find_one_state(
     opt_state: PyTree, name: str | None, *kinds: type, reader: str, what: str, missing: str
 ) -> Any:
-    """The only state of these kinds, or the only one that has the name.
+    """Returns the only state of these kinds, or the only one with the name.
 
     Args:
-      opt_state: any pytree that holds it.
-      name: what the user asks for; None if there is only one.
-      *kinds: the types of such states.
-      reader: the function that reads it, for messages.
-      what: what one is called in messages.
-      missing: the message if there is none.
+      opt_state: Any pytree that contains the state.
+      name: The requested name. Can be None if there is only one state.
+      *kinds: The types of such states.
+      reader: The function that reads the state, for messages.
+      what: The term for such a state in messages.
+      missing: The message if there is no such state.
 
     Raises:
-      ValueError: if there is none, or several.
+      ValueError: If there is no such state, or if there are several.
     """
     found = list(find(opt_state, *kinds).values())
     fitting = [state for state in found if name in (None, name_of(state))]
@@ -75,14 +75,16 @@ def find_one_state(
 
 
 def check_not_vmapped(steps: Any, reader: str) -> None:
-    """Refuses the state of several seeds under `vmap`, whose counter of steps has axes."""
+    """Checks that the counter of steps has no axes, as it does for several seeds under `vmap`."""
     if np.ndim(steps):
         one = "jax.tree.map(lambda x: x[0], opt_state)"
-        raise ValueError(f"{reader} takes one state, got {steps.size} under vmap; pass {one}")
+        raise ValueError(
+            f"opt_state of {reader} must be one state, got {steps.size} under vmap; pass {one}"
+        )
 
 
 def learning_rates(opt_state: PyTree) -> dict[str, Any]:
-    """The learning rates that `optax.inject_hyperparams` keeps in a state."""
+    """Returns the learning rates that `optax.inject_hyperparams` keeps in a state."""
     found = []
     for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
         names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
@@ -92,7 +94,7 @@ def learning_rates(opt_state: PyTree) -> dict[str, Any]:
 
 
 def unique_keys(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
-    """A key for each path and the names that belong to it; all keys are different."""
+    """Returns unique keys for paths and the names that belong to them."""
     simple, exact = [], []
     for path, names in places:
         simple.append("/".join(filter(None, (keystr(path, simple=True, separator="/"), *names))))
@@ -103,7 +105,7 @@ def unique_keys(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
 
 
 def deduplicate(names: Sequence[str]) -> list[str]:
-    """The names, made different: the second and later ones of equal names get a number."""
+    """Makes names unique by adding a number to the second and later ones of equal names."""
     given: dict[str, None] = {}
     for name in names:
         chosen, number = name, 0
@@ -115,9 +117,9 @@ def deduplicate(names: Sequence[str]) -> list[str]:
 
 
 def iter_states(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All states of the given kinds, with their paths; a state comes before those inside of it.
+    """Iterates over the states of the given kinds and their paths, outer states first.
 
-    If both kinds are asked for, the skip inside of a `LossScaleState` does not come a second time.
+    If both kinds are requested, the skip inside a `LossScaleState` is not repeated.
     """
     stop = (*kinds, SkipState)
     pairs = jax.tree_util.tree_leaves_with_path(
@@ -136,23 +138,23 @@ def iter_states(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator
 
 
 def _check_not_deleted(state: Any) -> None:
-    """Refuses the state of a transformation whose arrays a compiled step was given to use."""
+    """Checks that the arrays of a state were not donated to a compiled step."""
     fields = getattr(state, "_fields", ())
     own = [getattr(state, field) for field in fields if field not in ("inner_state", "skip")]
     if any(map(is_deleted, jax.tree.leaves(own))):
         raise ValueError(
-            "the state was donated to a compiled step (donate_argnums, donate_argnames), which has "
-            "used up its arrays: pass the state that this step returned"
+            "opt_state must contain usable arrays, got arrays that were donated to a compiled step "
+            "(donate_argnums, donate_argnames); pass the state that this step returned"
         )
 
 
 def is_deleted(x: Any) -> bool:
-    """Whether an array was donated."""
+    """Returns `True` if an array was donated."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
 def _restore_if_dict(node: Any, kinds: Sequence[Any]) -> Any:
-    """The state of one of these kinds, if Flax has turned it into the dict `node`; else `node`."""
+    """Restores a state that Flax has converted to a dict, and returns other nodes unchanged."""
     for kind in kinds:
         if _has_fields(node, kind) and ("info" not in node or _has_fields(node["info"], ClipInfo)):
             name = kind.__name__.removesuffix("State").lower()
@@ -161,7 +163,7 @@ def _restore_if_dict(node: Any, kinds: Sequence[Any]) -> Any:
 
 
 def _has_fields(node: Any, kind: Any) -> bool:
-    """Whether the keys of a dict are the fields of a kind of state."""
+    """Returns `True` if the keys of a dict are the fields of a kind of state."""
     if not isinstance(node, Mapping):
         return False
     keys, fields = set(node), set(kind._fields)
@@ -181,12 +183,12 @@ def _state_from_dict(node: Mapping[str, Any], kind: Any, name: StaticNames) -> A
 
 
 def name_of(state: Any) -> str:
-    """The name that a transformation was given, from its state."""
+    """Returns the name of a transformation from its state."""
     return next(iter(state.info.name if hasattr(state, "info") else state.name))
 
 
 def describe_tree(tree: PyTree) -> str:
-    """What a tree is, for a message: its type and its first leaves."""
+    """Describes a tree in messages by its type and its first leaves."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     names = ", ".join(f"'{leaf_name(path)}'" for path in paths[:3])
     of_leaves = f"with the leaves {names}{', ...' if len(paths) > 3 else ''}" if paths else "empty"
@@ -194,7 +196,7 @@ def describe_tree(tree: PyTree) -> str:
 
 
 def names_lost_error(what: str) -> ValueError:
-    """The error for what has lost its names."""
+    """Returns the error for a state that has lost its names."""
     return ValueError(
         f"{what}, which Flax and optax.tree_map_params do not keep: pass the nnx.Optimizer in "
         f"place of its nnx.state, or {RESTORE_NAMES_HINT}"
@@ -202,7 +204,7 @@ def names_lost_error(what: str) -> ValueError:
 
 
 def check_ring_buffer(ring: Any, shape: tuple[int, ...], name: str, made_by: str) -> None:
-    """Checks that a ring of rows has the shape that is kept now, not that of `others`."""
+    """Checks that a ring of rows has the current shape."""
     held = tuple(unbox(ring).shape)
     if held != shape:
         before, now = (f"the last {x[0]} steps as {[*x]}" for x in (held, shape))
@@ -213,16 +215,16 @@ def check_ring_buffer(ring: Any, shape: tuple[int, ...], name: str, made_by: str
 
 
 def unbox(value: Any) -> Any:
-    """The array inside of a box; any other value as it is.
+    """Returns the array inside a box, or any other value unchanged.
 
-    An `nnx.Optimizer` puts boxes around the fields of states.
+    An `nnx.Optimizer` wraps the fields of states in boxes.
     """
     leaves = jax.tree.leaves(value)
     return leaves[0] if len(leaves) == 1 else value
 
 
 def fetch_to_host(arrays: PyTree, caller: str) -> PyTree:
-    """The arrays in NumPy, after one transfer."""
+    """Returns the arrays as NumPy arrays, after one transfer."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError(
             f"monitor.{caller} needs numbers, and under jit, vmap or grad there are none yet: call "

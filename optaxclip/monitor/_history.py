@@ -1,4 +1,4 @@
-"""Histories of a run, read out of the states that `record` and `events` keep."""
+"""Reads histories of a run from the states of `record` and `events`."""
 
 from typing import Any
 
@@ -20,42 +20,42 @@ from optaxclip.monitor._record import RecordState
 def history(
     opt_state: PyTree, name: str | None = None, stat: str | None = None
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    """What `record` or `events` kept of the last steps, the oldest first.
+    """Returns the values that `record` or `events` kept of the last steps, the oldest first.
 
     Args:
-      opt_state: any pytree that holds the state, as in `read`.
-      name: which one, if there are several: the `name=` that `record` or `events` was given.
-      stat: which statistic of a record that keeps several, None for the norm; or which field of
-        events, None for all.
+      opt_state: Any pytree that contains the state, as in `read`.
+      name: The `name=` that was passed to `record` or `events`. Required if there are several.
+      stat: The statistic to return from a record with several, or the field to return from events.
+        If None, returns the norm from a record, and all fields from events.
 
     Returns:
       All steps so far, or the last `window` of them, in NumPy, after one `jax.device_get`.
 
-      For a record, float32[steps]; with a scope, float32[steps, groups], with a column for each of
-      `history_names`.
+      A record returns float32[steps]. With a scope, it returns float32[steps, groups], with one
+      column per name in `history_names`.
 
-      For events, a structured array [steps]: `found["norm"]` is a column, and
-      `found[found["verdict"] == "skipped"]` selects rows. `pandas.DataFrame` takes it too. Its
+      Events return a structured array [steps]: `found["norm"]` is a column, and
+      `found[found["verdict"] == "skipped"]` selects rows. `pandas.DataFrame` accepts it too. Its
       fields are
 
-        step     | int64: 0 is the first update since `init`
-        verdict  | "taken", "clipped", "not finite" (and not skipped), or "skipped"
-        norm     | float32, as `metrics` has it: of leaves or groups, the worst one's
-        threshold    | float32, the norm above which something is done
-        factor   | float32, what the gradient was multiplied by; 0 of a skipped step
-        worst    | the name of the worst leaf or group
+        step      | int64, 0 is the first update since `init`
+        verdict   | "taken", "clipped", "not finite" (and not skipped), or "skipped"
+        norm      | float32, as in `metrics`, the worst one of leaves or groups
+        threshold | float32, the norm above which the rule acts
+        factor    | float32, the factor applied to the gradient, 0 for a skipped step
+        worst     | the name of the worst leaf or group
 
-      These numbers are of the first clip or skip in the order of `read`, which is the outermost.
-      The fields of each other one begin with its name, `clip_by_global_norm/threshold`. They are
-      NaN, and its `worst` is empty, at steps at which it did not run, for example because a skip
-      around it left the step out. A skip that judges the loss has `loss` and `loss_threshold` too.
-      The verdict is on the whole step.
+      These numbers are from the first clip or skip in the order of `read`, the outermost one. The
+      fields of the others start with their names, `clip_by_global_norm/threshold`. At steps where
+      one of them did not run, for example because a skip around it left out the step, its fields
+      are NaN and its `worst` is empty. A skip that checks the loss also has `loss` and
+      `loss_threshold`. The verdict applies to the whole step.
 
     Raises:
-      ValueError: if no record and no events have the name, or several have; for a statistic or a
-        field that is not kept; without `stat`, if a record keeps several and not the norm; if the
-        names of leaves are needed, and the state has lost them.
-      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
+      ValueError: If no record or events have the name, or if several do, if the statistic or field
+        is not kept, if `stat` is None and a record keeps several statistics without the norm, or if
+        the names of leaves are needed and the state has lost them.
+      TypeError: Under `jit`, `vmap` or `grad`, where there are no numbers yet.
 
     Example:
       >>> import jax.numpy as jnp
@@ -76,15 +76,16 @@ def history(
 
 
 def _rows(steps: Any, *rings: Any) -> list[Any]:
-    """How many steps there were, and the rows of the last of them in each ring."""
+    """Returns the number of steps and, for all rings, the rows of the last steps."""
     steps, rings = fetch_to_host((unbox(steps), [unbox(ring) for ring in rings]), "history")
     check_not_vmapped(steps, "history")
-    # The oldest row of a full ring is the one to be written next.
+    # [window, ...] -> [min(steps, window), ...]. The oldest row of a full ring is the next one to
+    # be overwritten.
     return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
 
 
 def _fields_of(judges: list[EventSource]) -> list[list[str]]:
-    """For each clip, skip and loss of a skip the names of its fields."""
+    """Returns the names of the fields for clips, skips and losses of skips."""
     found = []
     for judge in judges:
         front = "" if judge.name == judges[0].name else f"{judge.name}/"
@@ -98,7 +99,7 @@ def _fields_of(judges: list[EventSource]) -> list[list[str]]:
 
 
 def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[Any]]:
-    """The events, or one field of them."""
+    """Returns the events, or one of their fields."""
     steps, numbers, marks = _rows(state.steps, state.numbers, state.flags)
     judges = event_sources(state.inner_state)
     found: dict[str, Any] = {
@@ -106,7 +107,7 @@ def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[An
         "verdict": np.array(VERDICTS)[marks[:, 0]],
     }
     for i, (judge, fields) in enumerate(zip(judges, _fields_of(judges), strict=True)):
-        worst = marks[:, 1 + i]
+        worst = marks[:, 1 + i]  # int[steps]
         names = judge.names if judge.has_entries else state.names
         for number, field in enumerate(fields):
             if not field.endswith("worst"):
@@ -119,6 +120,7 @@ def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[An
                 found[field] = np.array(["", *names])[np.maximum(worst, 0)]
     if stat is not None:
         return found[_check_stat(stat, list(found), "the events have")]
+    # A structured array [steps], because the columns have different dtypes.
     table = np.empty(len(marks), [(field, column.dtype) for field, column in found.items()])
     for field, column in found.items():
         table[field] = column
@@ -126,7 +128,7 @@ def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[An
 
 
 def _select_stat(kept: list[str], stat: str | None) -> str:
-    """The name of the statistic that the user asks for."""
+    """Returns the name of the requested statistic."""
     if stat is None and (len(kept) == 1 or "norm" in kept):
         return kept[0] if len(kept) == 1 else "norm"
     return _check_stat(stat, kept, "the record keeps")
@@ -140,19 +142,20 @@ def _check_stat(stat: str | None, kept: list[str], has: str) -> str:
 
 
 def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]:
-    """The names of the columns in `history`: those of groups or leaves, `("tree",)` or `("loss",)`.
+    """Returns the names of the columns in `history`.
 
-    For events they are the names of the fields.
+    These are the names of groups or leaves, `("tree",)` or `("loss",)`. For events, they are the
+    names of the fields.
 
     Args:
-      opt_state: as in `history`.
-      name: as in `history`.
+      opt_state: Any pytree that contains the state, as in `history`.
+      name: The name of the record or events, as in `history`.
 
     Returns:
-      A tuple with a name for each column of `history`.
+      A tuple with one name per column of `history`.
 
     Raises:
-      ValueError: if no record has the name, or several have.
+      ValueError: If no record or events have the name, or if several do.
 
     Example:
       >>> import jax.numpy as jnp
@@ -172,8 +175,8 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
 
 def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsState:
     missing = (
-        "the state holds no record, and so no history: put monitor.record(window) into the chain, "
-        "in front of the clip for the raw norms, and pass the chain's state"
+        "opt_state must contain a record, got none; insert monitor.record(window) into the chain "
+        "(before the clip to record the raw norms) and pass the chain's state"
     )
     told = {"reader": "history", "what": "record", "missing": missing}
     return find_one_state(opt_state, name, RecordState, EventsState, **told)

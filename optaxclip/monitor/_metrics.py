@@ -1,4 +1,4 @@
-"""What the clips, skips and records in a state did or measured at the last step."""
+"""Reads the results of clips, skips and records at the last step from a state."""
 
 import json
 import math
@@ -41,7 +41,7 @@ from optaxclip.transforms.skip import SkipState
 
 @jax.tree_util.register_pytree_with_keys_class
 class Records(dict[str, ClipInfo]):
-    """The records under their keys; the end of a key is enough if only one key has that end."""
+    """The records by key, which also accepts the end of a key if this end is unique."""
 
     def __missing__(self, end: str) -> ClipInfo:
         fitting = [key for key in self if key.endswith(f"/{end}")]
@@ -51,38 +51,40 @@ class Records(dict[str, ClipInfo]):
         raise KeyError(f"{end!r}: {which}; the keys are {list(self)}")
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, ClipInfo]], tuple[str, ...]]:
-        """The records as children, in their order."""
+        """Returns the records as children, in their order."""
         return [(jax.tree_util.DictKey(key), info) for key, info in self.items()], tuple(self)
 
     @classmethod
     def tree_unflatten(cls, keys: tuple[str, ...], infos: Any) -> "Records":
-        """The records under their keys, from what `tree_flatten_with_keys` took apart."""
+        """Rebuilds the records from the output of `tree_flatten_with_keys`."""
         return cls(zip(keys, infos, strict=True))
 
 
 def read(opt_state: PyTree) -> Records:
-    """What every clip and every skip in an optimizer's state did at the last step.
+    """Returns the results of all clips and skips in an optimizer's state at the last step.
 
-    Nothing is computed and nothing is sent to the host, so it works under `jit` too.
+    The function computes nothing and sends nothing to the host, so you can also use it under `jit`.
 
     Args:
-      opt_state: any pytree that holds the state: the state itself, a `TrainState`, an
-        `nnx.Optimizer`; also `nnx.state(optimizer)` and `flax.serialization.to_state_dict`, in
-        which Flax keeps no names: there transformations are called "clip" and "skip".
+      opt_state: Any pytree that contains the state, such as the state itself, a `TrainState` or an
+        `nnx.Optimizer`. It can also be `nnx.state(optimizer)` or the result of
+        `flax.serialization.to_state_dict`. Flax keeps no names in these two, so transformations are
+        called "clip" and "skip" there.
 
     Returns:
-      A dict in the order of the state, with a skip before the states that it wraps. The last part
-      of a key is enough if it is unique: `read(state)["clip_by_global_norm"]`. A key is the path in
-      the state and the transformation's name: `0/clip_by_global_norm` for `opt_state[0]`,
-      `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. The path makes each key unique,
-      with or without `name=`, and keys are the same at every step. (Should dict keys with a `/`
-      make two keys equal, all paths are in Python's notation: `['a/b'][0]/clip_by_norm`.) A skip
-      that judges the loss has a second entry, under its key with `/loss` behind it, in which `norm`
-      is the loss.
+      A dict in the order of the state, with a skip before the states that it wraps. A key consists
+      of the path in the state and the transformation's name: `0/clip_by_global_norm` for
+      `opt_state[0]`, `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. You can use only
+      the last part of a key if it is unique: `read(state)["clip_by_global_norm"]`. The path makes
+      keys unique, with or without `name=`, and keys are the same at all steps. (If dict keys with a
+      `/` would make two keys equal, all paths use Python's notation: `['a/b'][0]/clip_by_norm`.)
+      A skip that checks the loss has a second record under its key followed by `/loss`. The `norm`
+      of this record is the loss.
 
     Raises:
-      ValueError: if there is no clip and no skip that keeps a record.
-      KeyError: from the dict, for what is no key and not the end of exactly one; it lists the keys.
+      ValueError: If no clip or skip in the state keeps a record.
+      KeyError: If the dict is indexed with a string that is neither a key nor the end of exactly
+        one key. The message lists the keys.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -113,82 +115,84 @@ def metrics(
     top: int = 0,
     per_group: bool = False,
 ) -> dict[str, Array]:
-    """The records as a flat dict of scalars; it works inside of the compiled step too.
+    """Returns the records as a flat dict of scalars, also inside the compiled step.
 
-    A name is made of the transformation's name, the kind of number, and the label if it is a clip
-    by labels: `clip_by_global_norm/threshold`, `clip_by_group_norm/norm/actor`.
+    A name consists of the transformation's name, the kind of number and, if the transformation
+    clips by labels, the label: `clip_by_global_norm/threshold`, `clip_by_group_norm/norm/actor`.
 
-      number           | of   | what                                       | of many entries
+      number           | of   | meaning                                    | of many elements
       -----------------|------|--------------------------------------------|-----------------
       norm             | both | the norm before clipping                   | of the worst one
-      threshold            | both | the norm above which something is done     | of the worst one
-      factor           | both | what the gradient was multiplied by        | of the worst one
-      clipped_norm     | both | norm * factor, the norm that went on       | of the worst one
+      threshold        | both | the norm above which the rule acts         | of the worst one
+      factor           | both | the factor applied to the gradient         | of the worst one
+      clipped_norm     | both | norm * factor, the norm after clipping     | of the worst one
       clipped_fraction | clip | num_clipped / steps                        | the largest
-      num_clipped      | clip | steps so far with a clip                   | the largest
-      num_nonfinite    | both | steps so far with a norm not finite        | the largest
+      num_clipped      | clip | steps so far with clipping                 | the largest
+      num_nonfinite    | both | steps so far with a non-finite norm        | the largest
       num_skipped      | skip | steps so far that were skipped             | the largest
-      loss, loss_threshold | skip | the loss and its threshold, where it is judged | furthest above
-      loss_scale       | skip | of `scale_loss`: that of the next step     | the smallest
+      loss             | skip | the loss, if it is checked                 | furthest above
+      loss_threshold   | skip | the threshold of the loss                  | furthest above
+      loss_scale       | skip | for `scale_loss`, that of the next step    | the smallest
       steps            | clip | steps so far                               | the largest
-      learning_rate    |      | what `optax.inject_hyperparams` keeps      | the largest
+      learning_rate    |      | the value in `optax.inject_hyperparams`    | the largest
 
     The numbers of `noise_scale` are `scale`, `signal` and `variance`. The numbers of `record` are
-    its statistics of the last step, of leaves or layers the largest, and `steps`. Those of
-    `histogram` are of the last step that it counted, of all leaves together: `median_exponent`, the
-    k of the bin, 2**k to 2**(k + 1), in which the median of the entries other than 0 lies, and
-    `low_exponent` and `high_exponent`, those of their quantiles of 5 % and 95 %; `zero_fraction`;
-    `num_infinite` and `num_nan`, how many entries are infinite or NaN, at most 2**31 - 1; and
-    `steps`. NaN stands for what is unknown before, and for the exponents if no entry other than 0
-    is finite. A tree without leaves has no exponents. The numbers of a `record` inside a skip are
-    NaN after a skipped step.
+    its statistics of the last step (the largest over leaves or layers) and `steps`.
 
-    `learning_rate` stands alone, without a transformation's name. It is the rate of the last step,
-    if `optax.inject_hyperparams` keeps it under this name; of several, the second and later ones
-    get a number behind it.
+    The numbers of `histogram` describe the last step that it counted, over all leaves.
+    `median_exponent` is the k of the bin, 2**k to 2**(k + 1), that contains the median of the
+    nonzero elements. `low_exponent` and `high_exponent` are the same for their 5% and 95%
+    quantiles. `zero_fraction` is the fraction of zeros. `num_infinite` and `num_nan` count the
+    elements that are infinite or NaN, up to 2**31 - 1. `steps` is included too. Values that are not
+    known yet are NaN, and so are the exponents if no nonzero element is finite. A tree without
+    leaves has no exponents. The numbers of a `record` inside a skip are NaN after a skipped step.
 
-    Late in a run the share of all steps so far hardly moves. With `since`, the share and all counts
-    are of the steps after an earlier state; all other numbers are still of the last step. If there
-    was no step between the two states, the share is 0. If `since` is the later one, as after a roll
-    back, the share is NaN and `steps` is below 0.
+    `learning_rate` has no transformation's name before it. It is the learning rate of the last
+    step, if `optax.inject_hyperparams` keeps it under this name. If there are several, the second
+    and later names end with a number.
 
-    With `top`, each clip and record that has several leaves or groups shows numbers of the worst of
-    them too, the worst first: `clip_by_norm/top/0/norm`, `threshold`, `factor` and `clipped_norm`,
-    and all statistics of a record, `record/top/0/share`. A record sorts them by their norms, or, if
-    it keeps none, by the first of its statistics in the order of its table. `record/top/0/index`
-    says which leaf it is: its name is `history_names(state)[index]`, for a clip
-    `read(state)["clip_by_norm"].names[index]`. `scalars` gives the name itself, as
+    Late in a run, the fraction over all steps hardly changes. With `since`, the fraction and all
+    counts cover only the steps after an earlier state. All other numbers still describe the last
+    step. If there was no step between the two states, the fraction is 0. If `since` is the later
+    state, for example after a rollback, the fraction is NaN and `steps` is negative.
+
+    With `top`, clips and records with several leaves or groups also show the numbers of the worst
+    ones, the worst first: `clip_by_norm/top/0/norm`, `threshold`, `factor` and `clipped_norm`, and
+    all statistics of a record, `record/top/0/share`. A record sorts them by their norms. If it
+    keeps no norms, it uses the first of its statistics in the order of its table.
+    `record/top/0/index` identifies the leaf. Its name is `history_names(state)[index]`, or
+    `read(state)["clip_by_norm"].names[index]` for a clip. `scalars` returns the name itself as
     `record/top/0/name`. If there are fewer leaves than `top`, there are fewer numbers.
 
-    Each label has numbers of its own (scopes `group` and `muon`). With `per_group`, so has each
-    leaf, and each layer of a stack: `clip_by/norm/layers/00`. Otherwise there may be very many
-    leaves, units, or states under `vmap`, so one number stands for all of them. The worst entry is
-    the one with the largest ratio of norm to threshold, of equal ones (to rounding) the first; a
-    norm that is not finite and a threshold of 0 are worse than all others. The threshold is inf
-    before the first step, and always for `skip_nonfinite`.
+    Labels have separate numbers (scopes `group` and `muon`). With `per_group`, leaves and the
+    layers of a stack also have separate numbers: `clip_by/norm/layers/00`. Otherwise, one number
+    represents all of them, because there can be very many leaves, units, or states under `vmap`.
+    The worst element has the largest ratio of norm to threshold. If several are equal (up to
+    rounding), the first is used. A non-finite norm and a threshold of 0 are worse than all others.
+    The threshold is inf before the first step, and always for `skip_nonfinite`.
 
-    The names depend on the transformations alone and are the same at every step. If several
-    transformations share a name, the second and later ones, in the order of `read`, get a number
-    behind it: `clip_by_norm_1/norm`. Give them names of their own with `name=`.
+    The names depend only on the transformations and are the same at all steps. If several
+    transformations share a name, the second and later ones, in the order of `read`, end with a
+    number: `clip_by_norm_1/norm`. Use `name=` to choose different names.
 
     Args:
-      opt_state: as in `read`.
-      prefix: the beginning of all names, such as "train/".
-      since: an earlier state of the same optimizer, or `counts` of it: only later steps are
-        counted. None counts from the first step. Between two logs keep `counts`, because a step
-        that takes the state as a donated argument deletes it.
-      top: how many of the worst leaves or groups to show.
-      per_group: whether each leaf, layer or group has numbers of its own.
+      opt_state: Any pytree that contains the state, as in `read`.
+      prefix: The start of all names, such as "train/".
+      since: An earlier state of the same optimizer, or its `counts`. Only later steps are counted.
+        If None, counts from the first step. Keep `counts` between two logs, because a step deletes
+        a state that is donated to it.
+      top: The number of worst leaves or groups to show.
+      per_group: If True, leaves, layers and groups have separate numbers.
 
     Returns:
       A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
 
     Raises:
-      ValueError: if there is no clip and no skip that keeps a record, nor a `record`, `histogram`
-        or `noise_scale`; if `since` holds no records, records of another optimizer, or deleted
-        arrays; if `top` is below 0, or given where nothing in the state has several leaves or
-        groups.
-      TypeError: if `prefix` is not a string, or `top` not an int.
+      ValueError: If no clip or skip in the state keeps a record and there is no `record`,
+        `histogram` or `noise_scale`, if `since` contains no records, records of another optimizer
+        or deleted arrays, if `top` is negative, or if `top` is used and nothing in the state has
+        several leaves or groups.
+      TypeError: If `prefix` is not a string, or if `top` is not an int.
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
@@ -208,6 +212,7 @@ def metrics(
     numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
     arrays, rates = memory.put_on_device(numbers)
     rows = zip(arrays, labels, strict=True)
+    # [labels], or [1] without labels
     summaries = [
         summary_on_device(*numbers, with_labels=bool(names), top=top) for numbers, names in rows
     ]
@@ -241,28 +246,30 @@ def scalars(
     top: int = 0,
     per_group: bool = False,
 ) -> dict[str, Any]:
-    """The numbers of `metrics` as Python floats on the host, ready for a log.
+    """Returns the numbers of `metrics` as Python floats on the host, ready for a log.
 
-    The host waits for the step that made the state, and then for one `jax.device_get`. It gets six
-    arrays for each clip, however many leaves the clip has; five for a skip, or seven if it judges
-    the loss; six for a `scale_loss`; three for a `noise_scale`; two for a `histogram`; and for a
-    `record` its `steps` and one array for each statistic. Nothing is computed on the device, so
-    one of several processes may call `scalars` alone.
+    The host waits for the step that computes the state, and then for one `jax.device_get`. It
+    transfers six arrays per clip, for any number of leaves, and five per skip, or seven if the skip
+    checks the loss. It also transfers six arrays for a `scale_loss`, three for a `noise_scale`, two
+    for a `histogram`, and the `steps` and one array per statistic for a `record`. Nothing is
+    computed on the device, so one of several processes can call `scalars` alone.
 
     Args:
-      opt_state: as in `read`.
-      prefix: as in `metrics`.
-      since: as in `metrics`.
-      top: as in `metrics`.
-      per_group: as in `metrics`.
+      opt_state: Any pytree that contains the state, as in `read`.
+      prefix: The start of all names, as in `metrics`.
+      since: An earlier state or its `counts`, as in `metrics`.
+      top: The number of worst leaves or groups to show, as in `metrics`.
+      per_group: If True, leaves, layers and groups have separate numbers, as in `metrics`.
 
     Returns:
-      A dict from name to Python float. With `top`, `.../top/0/name` is the leaf's name, a string,
-      which TensorBoard takes by `add_text`.
+      A dict from name to Python float. With `top`, `.../top/0/name` is the leaf's name. It is a
+      string, which you can log to TensorBoard with `add_text`.
 
     Raises:
-      ValueError: as `metrics`; with `top` also for a state that has lost the names of its leaves.
-      TypeError: as `metrics`, and under `jit`, `vmap` or `grad`, where there are no numbers yet.
+      ValueError: If `metrics` raises it, or if `top` is used and the state has lost the names of
+        its leaves.
+      TypeError: If `metrics` raises it, or under `jit`, `vmap` or `grad`, where there are no
+        numbers yet.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -292,10 +299,11 @@ def scalars(
 def scalars_on_host(
     opt_state: PyTree, prefix: str, since: PyTree | None, top: int, per_group: bool, caller: str
 ) -> dict[str, Any]:
-    """What `scalars` gives; messages name the `caller`."""
+    """Returns the numbers of `scalars`, with the name of the `caller` in messages."""
     found = loggable_records(opt_state, caller)
     labels = _labels(found, per_group)
     numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
+    # One transfer for all records, because transfers wait for the device.
     arrays, rates = fetch_to_host(numbers, caller)
     rows = zip(arrays, labels, strict=True)
     summaries = [summary(*numbers, with_labels=bool(names), top=top) for numbers, names in rows]
@@ -308,7 +316,7 @@ Numbers: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def _check_records(numbers: Numbers, top: int) -> Numbers:
-    """The numbers of all records; `top` needs some that have entries."""
+    """Returns `numbers` and checks that `top` is usable with a record."""
     if check_int(top, 0, "top") and not any(has_entries(kept) for kept, _ in numbers):
         raise ValueError(
             f"top={top} asks for the worst leaves or groups, and no clip or record in the state "
@@ -318,19 +326,19 @@ def _check_records(numbers: Numbers, top: int) -> Numbers:
 
 
 def _labels(found: Mapping[str, Recorded], per_group: bool) -> list[tuple[str, ...]]:
-    """For each record, the entries that have numbers of their own."""
+    """Returns the labels with separate numbers for all records."""
     check_bool(per_group, "per_group")
     return [labels_of(state, per_group) for state in found.values()]
 
 
 def _index(state: Recorded, index: Any) -> dict[str, Any]:
-    """The index of an entry, for use inside of compiled functions."""
+    """Returns the index of an element, for use inside compiled functions."""
     del state
     return {"index": index}
 
 
 def _name(state: Recorded, index: Any) -> dict[str, Any]:
-    """The name of an entry, which only the host can show."""
+    """Returns the name of an element, which only the host can show."""
     names = names_of(state)
     if not names:
         raise names_lost_error(f"{name_of(state)} has lost the names of its leaves")
@@ -345,7 +353,7 @@ def _flatten_names(
     prefix: str,
     of_entries: Callable[[Recorded, Any], dict[str, Any]] = _index,
 ) -> dict[str, Any]:
-    """Numbers under their names."""
+    """Returns the numbers of all records by name."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
     flat = {}
@@ -369,27 +377,26 @@ def json_line(
     per_group: bool = False,
     **more: Any,
 ) -> str:
-    """What `scalars` gives, as one line of valid JSON.
+    """Returns the numbers of `scalars` as one line of valid JSON.
 
-    JSON has no name for NaN and infinities, so they are written as null.
-    `optaxclip.tuning._read_log` and `python -m optaxclip suggest` read a file of such lines, and
-    take a norm that is null for one that was not finite. The host waits for the device, as in
-    `scalars`.
+    JSON cannot represent NaN and infinities, so they are written as null.
+    `optaxclip.tuning.read_log` and `python -m optaxclip suggest` read a file of such lines and
+    treat a norm that is null as non-finite. The host waits for the device, as in `scalars`.
 
     Args:
-      opt_state: as in `read`.
-      since: as in `metrics`.
-      top: as in `scalars`.
-      per_group: as in `metrics`.
-      more: what else belongs to the step; it comes before the scalars: numbers, arrays of one
+      opt_state: Any pytree that contains the state, as in `read`.
+      since: An earlier state or its `counts`, as in `metrics`.
+      top: The number of worst leaves or groups to show, as in `scalars`.
+      per_group: If True, leaves, layers and groups have separate numbers, as in `metrics`.
+      more: Other values of the step, written before the scalars. They can be numbers, arrays of one
         number, strings, bools or None.
 
     Returns:
       A JSON object, without a line break.
 
     Raises:
-      ValueError: as `scalars`, and if a name in `more` is the name of a scalar.
-      TypeError: as `scalars`, and for a value of another type.
+      ValueError: If `scalars` raises it, or if a name in `more` is the name of a scalar.
+      TypeError: If `scalars` raises it, or if a value has another type.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -401,13 +408,13 @@ def json_line(
     """
     found = scalars_on_host(opt_state, "", since, top, per_group, "json_line")
     if twice := sorted(found.keys() & more.keys()):
-        raise ValueError(f"{twice[0]!r} is the name of a scalar: give what is passed another one")
+        raise ValueError(f"more must not contain the name of a scalar, got {twice[0]!r}; rename it")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}
     return json.dumps(whole, allow_nan=False)
 
 
 def _plain(value: Any, name: str) -> str | float | None:
-    """A value as JSON has it."""
+    """Converts a value to its JSON type."""
     if not isinstance(value, Tracer) and np.shape(value) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,6 +1,6 @@
-"""Statistics of gradients and parameters: each has one number for each group.
+"""Computes statistics of gradients and params, with one number per group.
 
-Each statistic is computed from a few norms. A norm that several statistics need is measured once.
+Statistics are computed from a few norms. A norm that several statistics need is measured once.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from optaxclip.norms import Norm
 
 
 class StatisticInputs:
-    """The norms and products that statistics are made of; each is measured at its first use."""
+    """The norms and products used by statistics, which are measured at their first use."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class StatisticInputs:
         *,
         with_cosines: bool,
     ) -> None:
-        """Keeps the leaves; nothing is measured yet.
+        """Stores the leaves without measuring them.
 
-        `param_norms` is the plan with the placement of the parameters. The pass for cosines also
-        gives the parameters' L2 norms.
+        `of_weights` is the plan with the placement of the params. The pass for cosines also
+        returns the L2 norms of the params.
         """
         self.norm = norm
         self._leaves, self._weights = leaves, weights or []
@@ -51,13 +51,13 @@ class StatisticInputs:
         self._found: dict[tuple[str, Norm], Array] = {}
 
     def grad_norms(self, norm: Norm) -> Array:
-        """The norms of the gradients' groups."""
+        """Returns the norms of the gradients' groups, f32[groups]."""
         if ("leaves", norm) not in self._found:
             self._found["leaves", norm] = measure(self._leaves, self._plan, norm).norm
         return self._found["leaves", norm]
 
     def param_norms(self, norm: Norm) -> Array:
-        """The norms of the parameters' groups."""
+        """Returns the norms of the params' groups, f32[groups]."""
         if ("weights", norm) not in self._found:
             self._found["weights", norm] = self._initial_param_norms(norm)
         return self._found["weights", norm]
@@ -68,25 +68,25 @@ class StatisticInputs:
         return jnp.where(self._plan.has_leaves(), self._products.other_norm, jnp.nan)
 
     def zero_fractions(self) -> Array:
-        """For each group, the share of its entries that are 0; 0 for a group without entries."""
+        """Returns the fractions of zeros in groups, or 0 for a group without elements."""
         not_zero = self.grad_norms(NOT_ZERO)
         return jnp.asarray(with_entries(self._leaves, self._plan), not_zero.dtype) - not_zero
 
     def cosines(self) -> Array:
-        """The cosines of the gradients' groups with the parameters'."""
+        """Returns the cosines between the groups of gradients and params."""
         return self._products.cosine
 
     def shares(self) -> Array:
-        """For each group, its share of the squared norm of the whole tree."""
+        """Returns the fractions of groups in the squared norm of the whole tree."""
         norm, present = self.grad_norms(norms.l2), self._plan.has_leaves()
         known = jnp.where(present, norm, 0)
-        # Norms are divided by the largest, so that no square leaves the range.
+        # [groups]. Norms are divided by the largest one so squares cannot overflow.
         squares = jnp.square(divide_no_nan(known, jnp.max(known, initial=0), 0.0))
         return jnp.where(present, divide_no_nan(squares, jnp.sum(squares), 0.0), norm)
 
     @functools.cached_property
     def _products(self) -> InnerProducts:
-        """The inner products of gradients and parameters."""
+        """Computes the inner products of gradients and params."""
         placement = self._plan.placement
         in_one_piece = placement.is_unsharded and self._of_weights.placement.is_unsharded
         placement = dataclasses.replace(placement, is_unsharded=in_one_piece)
@@ -100,7 +100,7 @@ class StatisticInputs:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStatistic:
-    """A number for each group of a tree, made from the sources."""
+    """A statistic with one number per group of a tree."""
 
     compute: Callable[[StatisticInputs], Array]
     needs_params: bool = False
@@ -111,7 +111,7 @@ def _is_not_zero(x: Array) -> Array:
 
 
 NOT_ZERO = Norm("not_zero", _is_not_zero, norms.mean_abs.finalize, degree=0)
-"""The share of entries that are not 0: a norm for which each entry counts as 0 or 1."""
+"""A norm that counts elements as 0 or 1 and returns the fraction of nonzero elements."""
 
 
 def _ratio(source: StatisticInputs) -> Array:
@@ -135,7 +135,7 @@ STATISTICS: dict[str, GroupStatistic] = {
 def compute_statistics(
     flat: FlatTree, params: PyTree | None, plan: Plan, names: tuple[str, ...], options: Options
 ) -> dict[str, Array]:
-    """The statistics of these names: each has a number per group, or one for the tree."""
+    """Computes the named statistics, with one number per group or one for the tree."""
     weights, of_weights = None, plan
     needing = [name for name in names if STATISTICS[name].needs_params]
     if needing:
@@ -172,15 +172,17 @@ def _statistics(
 
 
 def _reduce_to_names(packed: Array, plan: Plan) -> Array:
-    """A number for each name: a leaf with many groups gets their largest."""
+    """Reduces to one number per name, the largest for a leaf with many groups."""
     if plan.grouping.layout != "dict":
         return packed
+    # f32[groups] -> f32[names]
     largest = [_global_max(x) for x in plan.unpack(packed)]
     return meshes.stack(largest) if largest else jnp.zeros(0)
 
 
 def _global_max(x: Array) -> Array:
-    """The largest number over all devices; 0 if there is none, NaN if one is NaN."""
+    """Returns the maximum over all devices, 0 if there are no elements, or NaN if one is NaN."""
+    # A maximum over devices drops NaN on a CPU (as of JAX 0.10.2).
     is_unknown = jnp.isnan(x)
     least = jnp.asarray(-jnp.inf, x.dtype)
     largest = jnp.max(jnp.where(is_unknown, least, x), initial=least)

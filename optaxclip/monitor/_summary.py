@@ -1,4 +1,4 @@
-"""Numbers for a log, from a clip, skip, noise scale or history, on the device or on the host."""
+"""Computes numbers for logs from records, on the device or on the host."""
 
 import functools
 from collections.abc import Mapping
@@ -36,9 +36,9 @@ Recorded: TypeAlias = (
 """The states that have numbers for a log."""
 
 Summary: TypeAlias = dict[str, Any]
-"""An array `[labels]`, or `[1]`, for each kind of number; "top" has a dict for each entry."""
+"""An array `[labels]` or `[1]` by kind of number, and dicts of the worst elements in "top"."""
 
-# The numbers of a record that has no entries.
+# The numbers of a record without elements.
 _EMPTY_RECORD = {"norm": 0.0, "threshold": float("inf"), "factor": 1.0}
 NUMBERS = (
     *("norm", "threshold", "factor", "clipped_norm", "clipped_fraction", "num_clipped"),
@@ -51,17 +51,17 @@ NUMBERS = (
 """The kinds of numbers, in the order shown, because `jit` sorts the dicts that it returns."""
 
 COUNTS = ("steps", "num_clipped", "num_nonfinite", "num_skipped")
-"""What is counted from the first step on."""
+"""The kinds of numbers that are counted from the first step."""
 
 OF_ALL = ("steps", "num_skipped")
-"""What all entries have in common."""
+"""The kinds of numbers that all elements share."""
 
 ROUNDING = 1e-6
-"""Positive scores count as equal if their relative difference is no larger."""
+"""The maximum relative difference of positive scores that are treated as equal."""
 
 
 def summary_inputs(state: Recorded) -> dict[str, Any]:
-    """What `summary` needs, still on the device."""
+    """Returns the inputs of `summary`, still on the device."""
     if isinstance(state, NoiseScaleState):
         sums = {field: getattr(state, field) for field in ("steps", "signal", "variance")}
         return {key: unbox(x) for key, x in sums.items()}
@@ -84,7 +84,7 @@ def summary_inputs(state: Recorded) -> dict[str, Any]:
 
 
 def labels_of(state: Recorded, per_group: bool) -> tuple[str, ...]:
-    """The entries that have numbers of their own: those with labels, or all; empty if none has."""
+    """Returns the elements with separate numbers (labeled ones or all), or an empty tuple."""
     names = names_of(state)
     if names.is_user_label or not per_group:
         return tuple(names) if names.is_user_label else ()
@@ -98,7 +98,7 @@ def labels_of(state: Recorded, per_group: bool) -> tuple[str, ...]:
 
 
 def names_of(state: Recorded) -> StaticNames:
-    """The names of the record's entries."""
+    """Returns the names of the record's elements."""
     if isinstance(state, NoiseScaleState):
         return StaticNames()
     has_names = isinstance(state, RecordState | HistogramState)
@@ -106,13 +106,13 @@ def names_of(state: Recorded) -> StaticNames:
 
 
 def has_entries(record: dict[str, Any]) -> bool:
-    """Whether a clip or a history has numbers for several leaves or groups."""
+    """Returns `True` if a clip or a history has numbers for several leaves or groups."""
     values = next(iter(record["last"].values())) if "last" in record else record.get("norm")
     return "steps" in record and values is not None and values.ndim > record["steps"].ndim
 
 
 def _namespace(x: Any) -> Any:
-    """The module whose functions take `x`: `jax.numpy` on the device, NumPy on the host."""
+    """Returns `jax.numpy` for arrays on the device and NumPy for arrays on the host."""
     return jnp if isinstance(x, jax.Array) else np
 
 
@@ -120,23 +120,23 @@ def _namespace(x: Any) -> Any:
 def summary_on_device(
     kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, top: int
 ) -> Summary:
-    """`summary` with `jax.numpy`, for arrays that may be traced, and split over a mesh by seeds."""
+    """Computes `summary` with `jax.numpy` for arrays that can be traced, or sharded by seeds."""
     kept, earlier = jax.tree.map(meshes.replicate, (kept, earlier))
     return summary(kept, earlier, with_labels, top)
 
 
 def summary(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, top: int) -> Summary:
-    """The numbers of one clip, skip, noise scale or history, and those of its `top` worst entries.
+    """Computes the numbers of a record and of its `top` worst elements.
 
-    The counts of an earlier state are subtracted. With labels, each entry along the last axis has
-    numbers of its own.
+    The counts of an earlier state are subtracted. With labels, elements along the last axis have
+    separate numbers.
     """
     found = _summarize(kept, earlier, with_labels)
     return found | ({"top": _top_k(kept, top)} if top and has_entries(kept) else {})
 
 
 def _summarize(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool) -> Summary:
-    """The numbers of the whole record; leading axes, from `vmap`, count as more entries."""
+    """Computes the numbers of a whole record, with leading axes of `vmap` as more elements."""
     if "signal" in kept:
         return _summarize_noise(kept)
     was_run = kept["steps"] > 0 if "sizes" in kept else None
@@ -148,7 +148,7 @@ def _summarize(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool)
         shape = (states, -1) if with_labels else (-1, 1)
         words = kept["sizes"].reshape(*shape, *kept["sizes"].shape[-2:])
         found = _summarize_histogram(xp.sum(words, axis=0, dtype=words.dtype), xp.any(was_run))
-        if not kept["sizes"].shape[-3]:  # a tree without leaves has no sizes
+        if not kept["sizes"].shape[-3]:  # A tree without leaves has no sizes.
             found = {name: x for name, x in found.items() if not name.endswith("exponent")}
         return found | {"steps": _column_max(steps.reshape(-1, 1))}
     if "last" in kept:
@@ -157,7 +157,7 @@ def _summarize(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool)
         return found | {"steps": _column_max(steps.reshape(-1, 1))}
 
     def rows(x: Any) -> Any:
-        """`[entries, labels]`, or `[entries, 1]`."""
+        """Reshapes to `[elements, labels]` or `[elements, 1]`."""
         return x.reshape(states, x.size // states) if with_labels else x.reshape(-1, 1)
 
     found = _take_worst({field: rows(kept[field]) for field in _EMPTY_RECORD})
@@ -179,15 +179,15 @@ def _summarize(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool)
 
 
 def _column_max(counts: Any) -> Any:
-    """The largest count of each column, 0 if it is empty; below 0 if `since` is a later state."""
+    """Returns the largest counts of columns (0 if empty, negative if `since` is later)."""
     xp = _namespace(counts)
     return xp.max(counts, axis=0) if counts.size else xp.zeros(counts.shape[1:], counts.dtype)
 
 
 def _summarize_histogram(words: Any, was_run: Any) -> Summary:
-    """The numbers of a histogram, from its counts by size `[labels, 2, counts]`."""
+    """Computes the numbers of a histogram from its counts by size `[labels, 2, counts]`."""
     xp = _namespace(words)
-    low, high = words[:, 0], words[:, 1]
+    low, high = words[:, 0], words[:, 1]  # [labels, counts]
     counts = low.astype(xp.float32) + high.astype(xp.float32) * xp.float32(2.0**WORD_BITS)
     nonzero = counts[:, 1:-2]
     up_to = xp.cumsum(nonzero, axis=1)
@@ -199,7 +199,7 @@ def _summarize_histogram(words: Any, was_run: Any) -> Summary:
         found = xp.asarray(exponents, xp.float32)[xp.argmax(is_reached, axis=1)]
         return xp.where(known[:, 0] > 0, found, xp.nan)
 
-    # The words of several groups were added up.
+    # The low words of several groups were summed and can need more than WORD_BITS bits.
     high, low = high + (low >> WORD_BITS), low & (2**WORD_BITS - 1)
     exact = xp.where(high < 2**15, (high << WORD_BITS) | low, 2**31 - 1).astype(xp.int32)
     return {
@@ -213,18 +213,18 @@ def _summarize_histogram(words: Any, was_run: Any) -> Summary:
 
 
 def _summarize_noise(kept: dict[str, Any]) -> Summary:
-    """The averages over all states, and the noise scale from these averages."""
+    """Averages over all states and computes the noise scale from these averages."""
     xp = _namespace(kept["steps"])
     means = {x: xp.mean(kept[x].reshape(-1, 1), axis=0) for x in ("signal", "variance")}
     return {"scale": scale_of(xp.max(kept["steps"]), **means), **means}
 
 
 def _nan_aware_max(rows: Any) -> Any:
-    """The largest number of each column, NaN if one is NaN; -inf stands for a missing group."""
+    """Returns the largest numbers of columns, or NaN if one is NaN or all are missing (-inf)."""
     xp = _namespace(rows)
     if not rows.size:
         return xp.zeros(rows.shape[1:], rows.dtype)
-    # A maximum over devices loses a NaN on a CPU (JAX 0.10.2).
+    # A maximum over devices drops NaN on a CPU (as of JAX 0.10.2).
     is_nan = xp.isnan(rows)
     largest = xp.max(xp.where(is_nan, -xp.inf, rows), axis=0)
     is_unknown = xp.any(is_nan, axis=0) | (largest == -xp.inf)
@@ -232,7 +232,7 @@ def _nan_aware_max(rows: Any) -> Any:
 
 
 def _take_worst(columns: dict[str, Any]) -> Summary:
-    """For each column the number of the entry whose ratio of norm to threshold is the largest."""
+    """Returns the numbers of the elements with the largest ratio of norm to threshold by column."""
     xp = _namespace(columns["norm"])
     norm = columns["norm"]
     if len(norm) == 0:
@@ -241,12 +241,12 @@ def _take_worst(columns: dict[str, Any]) -> Summary:
     else:
         found = _take_argmax(_norm_to_threshold(norm, columns["threshold"]), columns)
     factor = found["factor"]
-    # Where the factor is 0, nothing went on; a norm that is NaN times 0 would be NaN.
+    # A factor of 0 must result in 0, but NaN * 0 is NaN.
     return found | {"clipped_norm": xp.where(factor == 0, 0, found["norm"]) * factor}
 
 
 def _norm_to_threshold(norm: Any, threshold: Any) -> Any:
-    """Returns the square root of norm / threshold, which is always in the range of float32."""
+    """Computes sqrt(norm / threshold), which never overflows in float32, unlike the ratio."""
     xp = _namespace(norm)
     is_usable = (threshold > 0) & xp.isfinite(norm)
     norm, threshold = xp.where(is_usable, norm, 0), xp.where(is_usable, threshold, 1)
@@ -254,14 +254,14 @@ def _norm_to_threshold(norm: Any, threshold: Any) -> Any:
 
 
 def _top_k(kept: dict[str, Any], top: int) -> list[dict[str, Any]]:
-    """The numbers and the indices of the entries that are worst, or largest."""
+    """Returns the numbers and the indices of the worst or largest elements."""
     xp = _namespace(kept["steps"])
     states = max(kept["steps"].size, 1)
     if "last" in kept:
         columns = {name: x.reshape(states, -1) for name, x in kept["last"].items()}
-        # One order for all statistics: that of the norms, or else of the first statistic.
+        # All statistics use the order of the norms, or of the first statistic without norms.
         first = next(x for x in ("norm", *NUMBERS) if x in columns)
-        # A group without leaves is -inf here and comes last; what is not finite comes first.
+        # A group without leaves is -inf and sorts last. Non-finite values sort first.
         values = columns[first]
         score = xp.max(xp.where(xp.isnan(values), xp.inf, values), axis=0)
         found = {name: _nan_aware_max(x) for name, x in columns.items()}
@@ -279,7 +279,7 @@ def _top_k(kept: dict[str, Any], top: int) -> list[dict[str, Any]]:
 
 
 def worst_group(kept: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a clip's worst leaf or group, and its index, -1 if there is none."""
+    """Returns the numbers of a clip's worst leaf or group, and its index (-1 if there is none)."""
     few = _top_k(kept, 1)
     return (
         few[0] if few else {x: jnp.asarray(y) for x, y in (_EMPTY_RECORD | {"index": -1}).items()}
@@ -287,7 +287,7 @@ def worst_group(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_largest_loss(loss: Any, threshold: Any) -> Summary:
-    """The loss that is furthest above its threshold, and that threshold."""
+    """Returns the loss that is furthest above its threshold, and this threshold."""
     xp = _namespace(loss)
     is_finite = xp.isfinite(loss)
     above = xp.where(is_finite, xp.where(is_finite, loss, 0) - threshold, xp.inf)
@@ -295,7 +295,7 @@ def _take_largest_loss(loss: Any, threshold: Any) -> Summary:
 
 
 def _take_argmax(score: Any, columns: dict[str, Any]) -> Summary:
-    """For each column, the number of the first entry with the largest score, up to rounding."""
+    """Returns the numbers of the first elements with the largest scores, up to rounding."""
     xp = _namespace(score)
     if len(score) == 1:
         return {field: x[0] for field, x in columns.items()}
@@ -304,9 +304,10 @@ def _take_argmax(score: Any, columns: dict[str, Any]) -> Summary:
 
 
 def take_along_columns(where: Any, x: Any) -> Any:
-    """`x[where]`, for each column its own entry.
+    """Returns `x[where]` with a separate index per column.
 
-    It is a sum, because JAX 0.10.2 cannot index under `vmap` over an axis of an explicit mesh.
+    Uses a sum, because JAX cannot index under `vmap` over an axis of an explicit mesh (as of JAX
+    0.10.2).
     """
     xp = _namespace(x)
     entries = xp.arange(len(x)).reshape(-1, *(1,) * where.ndim)
@@ -315,9 +316,9 @@ def take_along_columns(where: Any, x: Any) -> Any:
 
 
 def _is_largest(score: Any) -> Any:
-    """Which scores of each column are the largest, up to rounding.
+    """Marks the largest scores of columns, up to rounding.
 
-    The device and the host round differently, and must choose the same entry of several equal ones.
+    The device and the host round differently, but must choose the same one of equal elements.
     """
     xp = _namespace(score)
     largest = xp.max(score, axis=0, keepdims=True)
@@ -325,27 +326,27 @@ def _is_largest(score: Any) -> Any:
 
 
 Counts: TypeAlias = dict[str, dict[str, Any]]
-"""For each record, by its name in `metrics`, its counts from the first step on."""
+"""The counts of records from the first step, by their names in `metrics`."""
 
 
 def counts(opt_state: PyTree) -> Counts:
-    """The counts of all records in a state: a few integers, for `since=` of a later log.
+    """Returns the counts of all records in a state, for `since=` of a later log.
 
-    The state itself may be gone by then: a step to which it is donated deletes its arrays, an
-    `nnx.Optimizer` changes in place, and Adam's moments take memory. The counts are plain data,
-    which a checkpoint can hold.
+    The state itself may no longer exist by then, because a step to which it is donated deletes its
+    arrays and an `nnx.Optimizer` changes in place. Keeping it would also use memory for Adam's
+    moments. The counts are a few integers in plain data, which a checkpoint can contain.
 
     Args:
-      opt_state: as in `read`.
+      opt_state: Any pytree that contains the state, as in `read`.
 
     Returns:
-      A dict from the name of each clip, skip and `record` in `metrics` to its counts: those of
-      `steps`, `num_clipped`, `num_nonfinite` and `num_skipped` that it has. They are int32 arrays,
-      with an entry for each leaf or label if the record has several. Outside of `jit` they are in
-      NumPy, after one `jax.device_get`.
+      A dict from the names of clips, skips and `record` in `metrics` to their counts: `steps`,
+      `num_clipped`, `num_nonfinite` and `num_skipped`, if the record has them. They are int32
+      arrays, with one element per leaf or label if the record has several. Outside `jit` they are
+      NumPy arrays, after one `jax.device_get`.
 
     Raises:
-      ValueError: as `metrics`.
+      ValueError: If `metrics` raises it for this state.
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
@@ -368,13 +369,13 @@ def counts(opt_state: PyTree) -> Counts:
     found = _counts_of(loggable_records(opt_state, "counts"))
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(found)):
         return found
-    # Copied, because on a CPU `device_get` gives views of the device's memory. A later step could
-    # change what they show, or could not reuse that memory.
+    # Copied, because `device_get` returns views of the device's memory on a CPU. A later step
+    # could change these views, or could not reuse the memory.
     return jax.tree.map(np.array, jax.device_get(found))
 
 
 def loggable_records(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
-    """All records that have numbers for a log; their names begin with the record's key."""
+    """Returns all records that have numbers for a log, by their names in `metrics`."""
     more = (LossScaleState, NoiseScaleState, RecordState, HistogramState)
     found = [state for _, state in records(opt_state, caller, *more)]
     return dict(zip(deduplicate([name_of(state) for state in found]), found, strict=True))
@@ -383,7 +384,7 @@ def loggable_records(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
 def subtract_counts(
     found: Mapping[str, Recorded], since: PyTree | None
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """For each record, the arrays that its numbers are made of, and the counts to begin at."""
+    """Returns the inputs of `summary` and the counts to subtract, for all records."""
     kept = [summary_inputs(state) for state in found.values()]
     if since is None:
         return [(numbers, {}) for numbers in kept]
@@ -407,11 +408,11 @@ def _counts_of(found: Mapping[str, Recorded]) -> Counts:
 
 
 def _parse_since(since: PyTree) -> Counts:
-    """The counts in `since`, which is a state, or counts already."""
+    """Returns the counts from `since`, a state or counts."""
     if any(map(is_deleted, jax.tree.leaves(since))):
         raise ValueError(
-            "since holds arrays that are deleted, because the state was donated to a later step: "
-            "keep monitor.counts(opt_state) before that step, and pass it as since"
+            "since must contain usable arrays, got arrays that were donated to a later step; "
+            "compute monitor.counts(opt_state) before that step and pass the result as since"
         )
     are_counts = isinstance(since, Mapping) and all(
         isinstance(each, Mapping) and set(each) <= {*COUNTS} for each in since.values()

@@ -258,7 +258,9 @@ def test_events_compile_once_and_support_vmap():
             _, state = step(each, state, PARAMS)
         assert len(compiled) == before
     states = jax.jit(jax.vmap(lambda x: tx.update(x, tx.init(PARAMS), PARAMS)[1]))(STACKED)
-    with pytest.raises(ValueError, match="history takes one state, got 5 under vmap"):
+    with pytest.raises(
+        ValueError, match="opt_state of history must be one state, got 5 under vmap"
+    ):
         monitor.history(states)
     worst = [monitor.history(jax.tree.map(lambda x, i=i: x[i], states))["worst"] for i in range(5)]
     assert [each.item() for each in worst] == ["b", "w", "b", "b", "w"]

@@ -141,16 +141,17 @@ def test_metrics_work_inside_compiled_functions(where):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (GRADS, r"dict, with the leaves 'b', 'w'\. Pass opt_state"),
+        (GRADS, r"dict, with the leaves 'b', 'w'; pass the optimizer's state"),
         (tree_clip(), "Transformation, with the leaves 'init', 'update'"),
         (optaxclip.clip(1.0).init(GRADS), "ClipByValueState, with the leaves 'steps'"),
         (tree_clip(record=False).init(GRADS), "record=False"),
-        (optax.adam(0.1).init(GRADS), r"tuple, with the leaves '0/count', .*, \.\.\.\. Pass"),
+        (optax.adam(0.1).init(GRADS), r"tuple, with the leaves '0/count', .*, \.\.\.; pass"),
         (None, "NoneType, empty"),
     ],
 )
 def test_monitor_functions_without_record_raise(function, given, said):
-    with pytest.raises(ValueError, match=rf"monitor.{function.__name__} takes.*{said}"):
+    subject = f"opt_state of monitor.{function.__name__}"
+    with pytest.raises(ValueError, match=rf"{subject} must contain.*{said}"):
         function(given)
 
 
@@ -174,7 +175,9 @@ def test_monitor_reads_states_stored_as_dicts():
         assert len(monitor.scalars(each)) == len(monitor.scalars(state))
         # Beside it the leaves of a state that has kept its names are known.
         assert monitor.bad_leaves([each, optaxclip.clip_by_norm(1.0).init(GRADS)]) == ()
-    with pytest.raises(ValueError, match="finds none in what it got: dict, with the leaves"):
+    with pytest.raises(
+        ValueError, match="must contain the record of a clip or a skip, got dict, with the leaves"
+    ):
         monitor.read({"steps": 1, "info": {"norm": 1.0}})
 
 
