@@ -1,4 +1,4 @@
-"""The last steps' events: what the clips and skips inside of a transformation did at each step."""
+"""Recording of the actions of clipping stages and skips at the last steps."""
 
 from typing import Any, NamedTuple, Unpack
 
@@ -37,9 +37,9 @@ from optaxclip.norms import Norm
 from optaxclip.transforms.skip import SkipState, after_skip, check_inner
 
 VERDICTS = ("taken", "clipped", "not finite", "skipped")
-"""What may become of a step; if several are true, the last of them stands."""
+"""Possible outcomes of a step. If several apply, the last one is used."""
 NOT_RUN = -1
-"""Marks a clip that did not run at a step. Leaves are numbered from 1; 0 marks a tree without."""
+"""Marks a stage that did not run. Leaves are numbered from 1, and 0 marks a tree without leaves."""
 
 _WRAP_STATE = (
     "If the optimizer ran without events until now, put its state into a fresh one: "
@@ -52,16 +52,17 @@ class EventsState(NamedTuple):
     """State of `events`.
 
     Attributes:
-      steps: int32[], steps so far.
-      name: the transformation's name, as a tuple of one.
-      names: the leaves' names, among which the worst is found; empty if each clip and skip inside
-        has norms of leaves or groups of its own. A leaf that was None at `init` comes last.
-      numbers: float32[window, judges, 3], norm, threshold and factor of each clip and skip inside,
-        in the order of `read`; for the loss of a skip, the loss and its threshold. Step n is in row
-        `n % window`.
-      marks: int32[window, 1 + judges], what became of the step, and for each clip and skip the
-        number of its worst leaf, from 1; 0 if the tree had no leaves, -1 if it did not run.
-      inner_state: the wrapped transformation's state.
+      steps: int32[], the number of steps so far.
+      name: The name of the transformation, as a tuple with one element.
+      names: The names of the leaves among which the worst is chosen. Empty if all clipping stages
+        and skips inside have norms of leaves or groups. A leaf that was None at `init` is last.
+      numbers: float32[window, judges, 3], the norm, threshold and factor of the clipping stages
+        and skips inside, in the order of `read`. For the loss of a skip, the loss and its
+        threshold. Step n is in row `n % window`.
+      marks: int32[window, 1 + judges], the outcome of the step, and the numbers of the worst
+        leaves of the clipping stages and skips. Numbers start at 1. A number is 0 if the tree had
+        no leaves and -1 if the stage did not run.
+      inner_state: The state of the wrapped transformation.
     """
 
     steps: Array
@@ -72,7 +73,7 @@ class EventsState(NamedTuple):
     inner_state: PyTree
 
     def after_skip(self, skip: Array) -> "EventsState":
-        """This state, with a row for the step if a skip around the stage left it out."""
+        """Returns the state with a row for the step if a surrounding skip skipped it."""
         at = self.steps % self.numbers.shape[0]
         row = jnp.full(self.flags.shape[1:], NOT_RUN, jnp.int32).at[0].set(len(VERDICTS) - 1)
         return self._replace(
@@ -92,35 +93,39 @@ def events(
     norm: str | Norm = "l2",
     **options: Unpack[ShardingOptions],
 ) -> Transformation[EventsState]:
-    """Keeps what the clips and skips in `inner` did at each of the last steps.
+    """Records the actions of the clipping stages and skips in `inner` at the last steps.
 
-    It keeps for each step the norm, the threshold, the factor, what became of the step, and the
-    worst leaf. It wraps a clip, a skip, or the whole optimizer. Updates are those of `inner`, bit
-    for bit. `history` reads the events, with the number of each step, by which a bad batch is found
-    in the data; `plots.events_over_steps` draws them. Nothing is sent to the host until then.
+    For each step, it records the norm, the threshold, the factor, the outcome, and the worst leaf.
+    It can wrap a clipping stage, a skip, or the whole optimizer. The updates are those of `inner`,
+    bit for bit. `history` returns the events with their step numbers, so you can find a bad batch
+    in the data. `plots.events_over_steps` draws them. Nothing is sent to the host until then.
 
-    A step writes one row of numbers, taken from the records of the clips and skips. If a clip or a
-    skip has one norm for the whole tree, its worst leaf is the one with the largest norm among the
-    incoming updates. On a GPU these norms share the read of that clip or skip, if it measures the
-    same updates by the same norm. Clips of leaves, units and groups know their worst one already.
+    A step writes one row of numbers from the records of the clipping stages and skips. If a stage
+    or skip has one norm for the whole tree, its worst leaf is the leaf with the largest norm among
+    the incoming updates. On a GPU, these norms share a pass over the updates with that stage or
+    skip if it measures the same updates by the same norm. Stages that clip leaves, units or groups
+    already record their worst group.
 
-    Around `optax.MultiSteps`, a clip inside runs only at each k-th step; its numbers are NaN at the
-    others. A skip inside of `MultiSteps` is refused: its record does not say at which steps it ran.
+    Inside `optax.MultiSteps`, a clipping stage only runs at every k-th step, and its numbers are
+    NaN at the other steps. A skip inside `MultiSteps` is rejected, because its record does not show
+    the steps at which it ran.
 
     Args:
-      inner: the transformation with a clip or a skip in it.
-      window: how many steps to keep.
-      norm: the norm by which the worst leaf is found, as in `optaxclip.clip_by`: pass the clip's.
-      **options: those that all transformations share, `optaxclip.ShardingOptions`; `history`
-        chooses among several by their `name`.
+      inner: The transformation that contains a clipping stage or a skip.
+      window: The number of steps to keep.
+      norm: The norm that determines the worst leaf, as in `optaxclip.clip_by`. Use the norm of the
+        clipping stage.
+      **options: Options that all transformations share, see `optaxclip.ShardingOptions`. `history`
+        uses the `name` to choose among several stages.
 
     Returns:
       A transformation with an `EventsState`.
 
     Raises:
-      ValueError: if `window` is less than 1, or for an unknown norm; when used, if `inner` has no
-        clip and no skip that keeps a record, or a skip inside of `optax.MultiSteps`.
-      TypeError: if `inner` is not a transformation, or `window` not an int.
+      ValueError: If `window` is less than 1 or the norm is unknown. `init` and the update also
+        raise it if `inner` has no clipping stage and no skip that keeps a record, or if it has a
+        skip inside `optax.MultiSteps`.
+      TypeError: If `inner` is not a transformation, or if `window` is not an int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -143,7 +148,7 @@ def events(
     name = checked.name
 
     def init(params: PyTree) -> EventsState:
-        # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
+        # In eager mode, zeros_like fails for arrays in another memory (as of JAX 0.10.2).
         inner_state = inner.init(memory.put_on_device(params))
         judges, names = _judges(inner_state, name), StaticNames()
         _check_no_accumulating_skip(inner_state, name)
@@ -185,14 +190,14 @@ def events(
 
 
 class EventSource(NamedTuple):
-    """A clip, a skip, or the loss of a skip.
+    """A clipping stage, a skip, or the loss of a skip.
 
     Attributes:
-      name: as in `metrics`; the loss of a skip has the skip's name.
-      kept: what `summary` needs of its record, and the share of groups that were clipped.
-      names: the names of its entries.
-      is_loss: whether it judges the loss.
-      around: the places of the skips around it.
+      name: The name, as in `metrics`. The loss of a skip has the name of the skip.
+      kept: The fields of its record that `summary` needs, and the fraction of clipped groups.
+      names: The names of its leaves or groups.
+      is_loss: True if it checks the loss.
+      enclosing_skips: The positions of the skips around it.
     """
 
     name: str
@@ -203,12 +208,12 @@ class EventSource(NamedTuple):
 
     @property
     def has_entries(self) -> bool:
-        """Whether it has numbers for several leaves or groups."""
+        """Returns True if the source has numbers for several leaves or groups."""
         return has_entries(self.kept)
 
 
 def event_sources(inner_state: PyTree) -> list[EventSource]:
-    """All clips and skips in a state, in the order of `read`."""
+    """Returns all clipping stages and skips in a state, in the order of `read`."""
     found, judges = list(iter_states(inner_state, (ClipState, SkipState))), []
     skips: dict[int, Path] = {}
     names = deduplicate([name_of(state) for _, state in found])
@@ -243,7 +248,7 @@ def _judges(inner_state: PyTree, name: str) -> list[EventSource]:
 
 
 def _check_no_accumulating_skip(inner_state: PyTree, name: str) -> None:
-    """Refuses a skip that does not run at each step: its record does not say at which it ran."""
+    """Rejects a skip in `MultiSteps`, because its record does not show when it ran."""
     of_sums = [state for _, state in iter_states(inner_state, (optax.MultiStepsState,))]
     if any(True for state in of_sums for _ in iter_states(state.inner_opt_state, (SkipState,))):
         raise ValueError(
@@ -265,13 +270,13 @@ def _append_row(
     *,
     around: tuple[tuple[int, ...], ...],
 ) -> tuple[Array, Array, Array]:
-    """Steps, numbers and marks after one more row."""
+    """Appends a row to the numbers and marks and increments the steps."""
     of_tree = {} if norms is None else {"index": _worst_leaf(norms, leaf_positions)}
     rows, indices, flags = [], [], {verdict: jnp.zeros((), bool) for verdict in VERDICTS[1:]}
     for old, new, skips in zip(before, after, around, strict=True):
         found = worst_group(new) if has_entries(new) else new | of_tree
         if "num_skipped" in new:
-            # When a skip leaves a step out, a skip inside of it keeps its record of an older step.
+            # If the outer skip skips a step, an inner skip keeps its record of an older step.
             was_updated = jnp.ones((), bool)
             for i in skips:
                 was_updated &= after[i]["factor"] != 0
@@ -280,7 +285,7 @@ def _append_row(
         else:
             was_updated = new["steps"] != old["steps"]
             flags["clipped"] |= was_updated & jnp.any(new["fraction"] > 0)
-            # The norm itself is finite where bad entries are masked.
+            # The norm is finite if non-finite elements are masked, so compare the counts.
             flags["not finite"] |= jnp.any(new["num_nonfinite"] > old["num_nonfinite"])
         row = [found[field].astype(jnp.float32) for field in ("norm", "threshold", "factor")]
         rows.append(meshes.stack(row))
@@ -298,7 +303,7 @@ def _append_row(
 
 
 def _worst_leaf(norms: Array, places: Array) -> Array:
-    """The place of the leaf with the largest norm, -1 without leaves; NaN is larger than all."""
+    """Returns the position of the largest norm, with NaN as the largest, or -1 without leaves."""
     if not norms.size:
         return jnp.full((), -1, jnp.int32)
     norms = lax.stop_gradient(norms)

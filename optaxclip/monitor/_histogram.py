@@ -1,4 +1,4 @@
-"""Histograms of entries on the host, and how many entries another number format would lose."""
+"""Histograms of element sizes, and the elements that another dtype would lose."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -49,19 +49,19 @@ from optaxclip.scopes.leaves import Scope, resolve_scope
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Histogram:
-    """How many entries of a group have which size.
+    """Number of elements of a group by size.
 
     Attributes:
-      counts: int64[bins], how many entries have a modulus above the lower edge of a bin, and at
-        most the upper one.
-      edges: float64[bins + 1], powers of two, except that for a group with float64 leaves the first
-        is 0 and the last infinite, because float64 cannot hold these two powers.
-      zeros: how many entries are 0.
-      nonfinite: how many entries are infinite or NaN.
-      step: which step it is of; 0 is the first update since `init`, -1 stands for none so far.
-      num_nan: how many entries are NaN.
-      too_large: for each size inside of a bin at which a number format ends, how many finite
-        entries are too large for this format.
+      counts: int64[bins], the number of elements with a modulus above the lower edge of a bin and
+        at most the upper edge.
+      edges: float64[bins + 1], powers of two. For a group with float64 leaves, the first edge is 0
+        and the last is infinite, because float64 cannot represent these two powers.
+      num_zero: The number of elements that are 0.
+      num_nonfinite: The number of elements that are infinite or NaN.
+      step: The step that was counted. The first update since `init` is 0, and -1 means no step yet.
+      num_nan: The number of elements that are NaN.
+      too_large: The number of finite elements that are too large for a number format, by the
+        largest size of the format. It covers formats that end inside a bin.
     """
 
     counts: np.ndarray[Any, np.dtype[np.int64]] = dataclasses.field(repr=False)
@@ -73,42 +73,43 @@ class Histogram:
     too_large: Mapping[float, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def underflow_fraction(self, dtype: jax.typing.DTypeLike) -> float:
-        """The share of the finite entries other than 0 that become 0 in another number format.
+        """Returns the fraction of the finite nonzero elements that become 0 in another dtype.
 
-        It is exact: rounding to nearest sends half the format's smallest number and all below it to
-        0, and this half is an edge of the bins. Formats with subnormal numbers are taken to use
-        them, as IEEE 754 says; some devices take them for 0.
+        The fraction is exact, because rounding to nearest maps half the smallest number of the
+        format and all smaller numbers to 0, and this half is an edge of the bins. Formats with
+        subnormal numbers are assumed to use them, as in IEEE 754. Some devices flush them to zero.
 
         Args:
-          dtype: a floating-point dtype.
+          dtype: A floating-point dtype.
 
         Returns:
-          The share, 0 if there is no such entry.
+          The fraction, or 0 if there are no such elements.
 
         Raises:
-          ValueError: if the format is not a real floating-point format with a sign and 0.
-          TypeError: if `dtype` is not a dtype.
+          ValueError: If the format is not a real floating-point format with a sign and 0.
+          TypeError: If `dtype` is not a dtype.
         """
         return self._share(
             int(self.counts[self.edges[1:] <= underflow_threshold(checked_format(dtype))].sum())
         )
 
     def overflow_fraction(self, dtype: jax.typing.DTypeLike) -> float:
-        """The share of the finite entries other than 0 that are too large for another format.
+        """Returns the fraction of the finite nonzero elements that are too large for another dtype.
 
-        Rounded to nearest, they become infinite; or NaN, or the largest number, in formats without
-        infinity. The share is exact, for all floating-point dtypes that JAX has, although their
-        largest numbers are no powers of two: entries beyond them are counted by themselves.
+        Rounding to nearest makes them infinite. In formats without infinity, they become NaN or the
+        largest number. The fraction is exact for all floating-point dtypes of JAX, although their
+        largest numbers are not powers of two, because larger elements are counted separately.
 
         Args:
-          dtype: a floating-point dtype.
+          dtype: A floating-point dtype.
 
         Returns:
-          The share, 0 if there is no such entry.
+          The fraction, or 0 if there are no such elements.
 
         Raises:
-          ValueError: if the histogram has no count for this format, or as `below`.
-          TypeError: as `below`.
+          ValueError: If the histogram has no count for this format, or if the format is not a real
+            floating-point format with a sign and 0.
+          TypeError: If `dtype` is not a dtype.
         """
         threshold = overflow_threshold(checked_format(dtype))
         if threshold >= self.edges[-1]:
@@ -123,14 +124,14 @@ class Histogram:
     def list_by_exponent(
         self,
     ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.float64]]]:
-        """The bins that have entries, and those between them, by their exponents of two.
+        """Returns the range of nonempty bins by their exponents of two.
 
-        It is what loggers take, as `np.histogram` would give it of the logarithms to the base 2:
-        on an axis of the sizes themselves, nearly all bins would be too narrow to be seen.
+        Loggers accept this format. The result is that of `np.histogram` for the base-2 logarithms.
+        On an axis of the sizes, nearly all bins would be too narrow to be visible.
 
         Returns:
-          int64[n], the counts, and float64[n + 1], the exponents at the edges of these bins; one
-          empty bin if no entry is finite and not 0.
+          The counts, int64[n], and the exponents at the edges of these bins, float64[n + 1]. If no
+          element is finite and nonzero, there is one empty bin.
 
         Example:
           >>> import numpy as np
@@ -141,7 +142,7 @@ class Histogram:
         """
         known = np.flatnonzero(self.counts)
         first, last = (known[0], known[-1]) if known.size else (0, 0)
-        inner = np.log2(self.edges[1:-1])  # float64 holds neither of its outer powers
+        inner = np.log2(self.edges[1:-1])  # float64 cannot represent the outer powers
         exponents = np.concatenate([inner[:1] - 1, inner, inner[-1:] + 1])
         return self.counts[first : last + 1], exponents[first : last + 2]
 
@@ -150,19 +151,19 @@ class Histogram:
 
 
 def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogram]:
-    """The histograms that `histogram` keeps, of the last step that it counted.
+    """Returns the histograms of the last step that `histogram` counted.
 
     Args:
-      opt_state: any pytree that holds the state, as in `read`.
-      name: which one, if there are several: the `name=` that `histogram` was given.
+      opt_state: A pytree that contains the state, as in `read`.
+      name: The `name` of the `histogram` stage, if there are several.
 
     Returns:
-      A `Histogram` for each group or leaf by its name, in order, after one `jax.device_get`.
+      A dict from names of groups or leaves to `Histogram`, in order. It uses one `jax.device_get`.
 
     Raises:
-      ValueError: if no stage has the name, or several have; if the state has lost the names of
-        groups, or is of several seeds under `vmap`.
-      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
+      ValueError: If no stage or several stages have the name, if the state has lost the names of
+        its groups, or if it belongs to several seeds under `vmap`.
+      TypeError: If called under `jit`, `vmap` or `grad`, where numbers are not available.
 
     Example:
       >>> import jax.numpy as jnp
@@ -202,15 +203,15 @@ def _histogram(counts: Any, step: int) -> Histogram:
 
 @register_state
 class HistogramState(NamedTuple):
-    """State of `histogram`; `histograms` reads it.
+    """State of `histogram`, which `histograms` reads.
 
     Attributes:
-      steps: int32[], steps so far, with those that a skip around the stage left out.
-      counted: int32[], the step whose entries were counted last; -1 before the first.
-      name: the transformation's name, as a tuple of one.
-      names: the groups' names in order.
-      counts: uint32[groups, 2, counts], how many entries of that step have which size: 0, between
-        two of several thresholds, infinite, NaN. A count is `counts[:, 0] + 2**16 * counts[:, 1]`.
+      steps: int32[], the number of steps so far, including steps that a surrounding skip skipped.
+      last_counted_step: int32[], the last step that was counted, or -1 before the first.
+      name: The name of the transformation, as a tuple with one element.
+      names: The names of the groups in order.
+      counts: uint32[groups, 2, counts], the number of elements of that step that are 0, between two
+        neighboring thresholds, infinite, and NaN. A count is `counts[:, 0] + 2**16 * counts[:, 1]`.
     """
 
     steps: Array
@@ -220,7 +221,7 @@ class HistogramState(NamedTuple):
     counts: Array
 
     def after_skip(self, skip: Array) -> "HistogramState":
-        """This state after a step, if a skip around the stage left it out."""
+        """Returns the state after a step that a surrounding skip may have skipped."""
         return self._replace(steps=safe_increment(self.steps, skip))
 
 
@@ -233,36 +234,38 @@ def histogram(
     of: Literal["updates", "params"] = "updates",
     **options: Unpack[ShardingOptions],
 ) -> Transformation[HistogramState]:
-    """Counts at some steps how many entries lie between neighbouring powers of two.
+    """Counts the elements between neighboring powers of two at some steps.
 
-    Updates pass through untouched. In front of a clip it sees the raw gradients, behind the
-    optimizer the steps that the weights take. It counts the entries of the first step, of the step
-    `every` steps later, and so on; nothing is sent to the host until `histograms` asks for it. A
-    step that counts reads the updates once more; the others read nothing. Under `vmap` over
-    seeds too, if these began together; the updates of all are read when one of them counts. Inside
-    a skip, a step that is left out is not counted, and the next one is in its place.
+    Updates are returned unchanged. Before a clipping stage, it counts the raw gradients, and after
+    the optimizer, the updates that are applied to the params. It counts the elements of the first
+    step, of the step `every` steps later, and so on. Nothing is sent to the host until you call
+    `histograms`. A step that counts reads the updates one more time, and other steps read nothing.
+    This also applies under `vmap` over seeds that started together. The updates of all seeds are
+    read if one of them counts. Inside a skip, a skipped step is not counted, and the next step
+    replaces it.
 
-    Counts are exact, for any number of entries on any number of devices, and for all floating-point
-    formats with their subnormal numbers. A complex entry counts by its modulus, which
-    is rounded to float32, or float64 in a tree with 64-bit leaves: near the edge of a bin it may
-    count in the next one. Integer leaves do not count.
+    Counts are exact for any number of elements, for any number of devices, and for all
+    floating-point formats including their subnormal numbers. Complex elements are counted by their
+    modulus, which is rounded to float32, or to float64 in a tree with 64-bit leaves. Near the edge
+    of a bin, such an element can be counted in the neighboring bin. Integer leaves are ignored.
 
     Args:
-      every: after how many steps the entries are counted again.
-      scope: which entries belong to one histogram, from `optaxclip.scopes`; each leaf by itself if
-        None. With the scopes `axes` and `unit`, which divide a leaf into very many groups, a
-        histogram is of the whole leaf.
-      of: whether to count entries of the "updates" or of the "params".
-      **options: those that all transformations share, `optaxclip.ShardingOptions`; `histograms`
-        chooses among several by their `name`.
+      every: The number of steps between two counts.
+      scope: The grouping of elements from `optaxclip.scopes`. If None, leaves have separate
+        histograms. The scopes `axes` and `unit` divide a leaf into very many groups, so a histogram
+        covers the whole leaf.
+      of: The tree to count, "updates" or "params".
+      **options: Options that all transformations share, see `optaxclip.ShardingOptions`.
+        `histograms` uses the `name` to choose among several stages.
 
     Returns:
-      A transformation with a `HistogramState`. Its update returns the updates as they are.
+      A transformation with a `HistogramState`. Its update returns the updates unchanged.
 
     Raises:
-      ValueError: if `every` is less than 1, or `of` is neither of both; when used, without `params`
-        if these are counted, or for float64 leaves that were not float64 at `init`.
-      TypeError: if `every` is not an int, or the scope is not a scope.
+      ValueError: If `every` is less than 1, or if `of` is neither "updates" nor "params". The
+        update also raises it if `of` is "params" and `params` is missing, or for float64 leaves
+        that were not float64 at `init`.
+      TypeError: If `every` is not an int, or if `scope` is not a scope.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -331,7 +334,7 @@ def histogram(
 
 
 def _is_wide(flat: FlatTree) -> bool:
-    """Whether a leaf is 64-bit."""
+    """Returns True if a leaf is 64-bit."""
     return norm_dtype(map(dtype_of, flat.inexact_leaves())) == jnp.float64
 
 
@@ -346,15 +349,15 @@ def _write_counts(
     every: int,
     wide: bool,
 ) -> tuple[Array, Array, Array]:
-    """The three arrays of the state after a step."""
+    """Computes the three arrays of the state after a step."""
     leaves = lax.stop_gradient(as_arrays(leaves))
 
     def count(_: Any) -> tuple[Array, Array, Array]:
         return jnp.zeros((), bool), steps, compute_group_histograms(leaves, plan, wide=wide)
 
-    # A loop of at most one turn: under `vmap`, `lax.cond` would count at all steps, and the loop
-    # turns only if a seed has to count.
-    # A step that a skip left out is made up for by the next one.
+    # A loop with at most one iteration. Under `vmap`, `lax.cond` would count at all steps, but the
+    # loop only runs if a seed has to count. If a skip skips a step that is due, the next step is
+    # counted instead.
     is_due = (steps % every == 0) | (steps // every > counted // every)
     start = (is_due, counted, counts)
     _, counted, counts = lax.while_loop(lambda carry: carry[0], count, start)

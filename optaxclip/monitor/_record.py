@@ -1,4 +1,4 @@
-"""Norms and other statistics of the last steps, kept on the device."""
+"""Recording of norms and other statistics of the last steps on the device."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
@@ -36,16 +36,15 @@ class RecordState(NamedTuple):
     """State of `record`.
 
     Attributes:
-      steps: int32[], steps so far, with those that a skip around the record left out.
-      num_skipped: int32[], how many steps such a skip left out.
-      name: the transformation's name, as a tuple of one.
-      names: the groups' names in order.
-      last: for each statistic, of the last step, float32[] or, with a scope, float32[groups]. It is
-        -inf for a group without leaves at that step, because NaN means that it was not finite, or
-        that the step was skipped.
-      ring: float32[window], or float32[window, groups]; if there are several statistics,
-        float32[window, statistics, ...], in the order of their names. Step n is in row
-        `n % window`.
+      steps: int32[], the number of steps so far, including steps that a surrounding skip skipped.
+      num_skipped: int32[], the number of steps that a surrounding skip skipped.
+      name: The name of the transformation, as a tuple with one element.
+      names: The names of the groups in order.
+      last: The statistics of the last step by name, float32[] or, with a scope, float32[groups].
+        The value is -inf for a group without leaves at that step, because NaN means that it was
+        non-finite or that the step was skipped.
+      ring: float32[window] or float32[window, groups]. With several statistics,
+        float32[window, statistics, ...] in the order of their names. Step n is in row `n % window`.
     """
 
     NEEDS_OPTIMIZER = True
@@ -58,7 +57,7 @@ class RecordState(NamedTuple):
     ring: Array
 
     def after_skip(self, skip: Array) -> "RecordState":
-        """This state, with a row of NaN for the step if a skip around the record left it out."""
+        """Returns the state with a row of NaN if a surrounding skip skipped the step."""
         steps, num_skipped, last, ring = _after_skip(
             self.steps, self.num_skipped, self.last, self.ring, skip
         )
@@ -78,54 +77,56 @@ def record(
     norm: str | Norm = "l2",
     **options: Unpack[ShardingOptions],
 ) -> Transformation[RecordState]:
-    """Keeps statistics of the last steps on the device; updates pass through untouched.
+    """Records statistics of the last steps on the device.
 
-    As the first stage of a chain it records the raw gradients, even if they are not finite. Inside
-    a skip, the statistics of skipped steps are NaN: steps keep their numbers, and `num_skipped`
-    counts those that were left out. Put the record in front of the skip to see their norms. Nothing
-    is sent to the host until `history` asks for it; `metrics` and `scalars` have the last step. It
-    works under `jit`, in `scan` and under `vmap`.
+    As the first stage of a chain, it records the raw gradients, even if they are non-finite. Inside
+    a skip, the statistics of skipped steps are NaN. Steps keep their numbers, and `num_skipped`
+    counts the skipped steps. Put the record before the skip to see the norms of skipped steps.
+    Nothing is sent to the host until you call `history`. `metrics` and `scalars` return the last
+    step. It works under `jit`, in `scan` and under `vmap`.
 
-    As the last stage of a chain it records the step that the weights take. Then "ratio" is how far
-    the step moves them, as a share of their own norm: usually about 1e-3. Its spikes come before
-    spikes of the loss.
+    As the last stage of a chain, it records the updates that are applied to the params. Then
+    "ratio" is the norm of the update divided by the norm of the params, usually about 1e-3. Its
+    spikes precede spikes of the loss.
 
-      statistic     | what it is of each group                          | not finite
+      statistic     | value for a group                                 | if non-finite
       --------------|---------------------------------------------------|----------------------
       norm          | the norm                                          | inf or NaN
-      max           | the largest modulus of an entry                   | inf or NaN
+      max           | the largest modulus of an element                 | inf or NaN
       mean_abs      | the mean modulus                                  | inf or NaN
-      zero_fraction | the share of entries that are 0                   | that share
-      share         | its part of the squared L2 norm of all groups     | NaN, of all groups
-      param_norm    | the norm of its parameters                        | not affected
+      zero_fraction | the fraction of elements that are 0               | that fraction
+      share         | the fraction of the squared L2 norm of all groups | NaN for all groups
+      param_norm    | the norm of its params                            | not affected
       ratio         | norm / param_norm; inf where only param_norm is 0 | inf or NaN
-      cosine_param  | the cosine with its parameters; 0 if a norm is 0  | NaN
+      cosine_param  | the cosine with its params; 0 if a norm is 0      | NaN
 
-    On a GPU, statistics of the gradients alone share the read of a clip beside them; the others
-    read the parameters too. They are as exact for narrow dtypes as for float32. At a step at which
-    all leaves of a group are None, its statistics are NaN; integer leaves do not count.
+    On a GPU, statistics that only use the gradients share one pass over them with a neighboring
+    clipping stage. The other statistics also read the params. Statistics of narrow dtypes are as
+    exact as those of float32. If all leaves of a group are None at a step, its statistics are NaN.
+    Integer leaves are ignored.
 
     Args:
-      window: how many steps to keep.
-      scope: which entries belong together, from `optaxclip.scopes`: leaves, layers of leaves that
-        stack them, experts, labelled groups; the whole tree if None. With the scopes `axes` and
-        `unit`, which divide a leaf into very many groups, the largest number of each leaf is kept.
-      stats: which statistics to keep, of those in the table: one name, or several.
-      loss: whether to keep the loss in place of statistics; the update takes it as `value=` or
-        `loss=`.
-      norm: the norm of "norm", "param_norm" and "ratio", as in `optaxclip.clip_by`.
-      **options: those that all transformations share, `optaxclip.ShardingOptions`; `history`
-        chooses among several records by their `name`.
+      window: The number of steps to keep.
+      scope: The grouping of elements from `optaxclip.scopes`, for example leaves, layers of stacked
+        leaves, experts, or labeled groups. If None, the whole tree is one group. The scopes `axes`
+        and `unit` divide a leaf into very many groups, so the largest number of a leaf is kept.
+      stats: The name or names of the statistics to keep, see the table.
+      loss: If True, records the loss instead of statistics. The loss must then be passed to the
+        update as `value=` or `loss=`.
+      norm: The norm for "norm", "param_norm" and "ratio", as in `optaxclip.clip_by`.
+      **options: Options that all transformations share, see `optaxclip.ShardingOptions`. `history`
+        uses the `name` to choose among several records.
 
     Returns:
-      A transformation with a `RecordState`. Its update returns the updates as they are.
+      A transformation with a `RecordState`. Its update returns the updates unchanged.
 
     Raises:
-      ValueError: if `window` is less than 1; for an unknown norm or statistic, for no statistic, or
-        for one that comes twice; for `loss` with `scope` or `stats`; when used, without `params` if
-        a statistic needs them, or for a loss that is missing or has axes.
-      TypeError: if `window` is not an int; if `loss` is neither True nor False; if a statistic is
-        not a string, the scope is not a scope, or the loss is not a number.
+      ValueError: If `window` is less than 1, if the norm or a statistic is unknown, if `stats` is
+        empty or contains a name twice, or if `loss` is used with `scope` or `stats`. The update
+        also raises it if a statistic needs `params` and they are missing, or if the loss is missing
+        or has axes.
+      TypeError: If `window` is not an int, if `loss` is not a bool, if a statistic is not a string,
+        if `scope` is not a scope, or if the loss is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -198,7 +199,7 @@ def record(
 
 
 def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
-    """The names of statistics, sorted."""
+    """Checks the names of statistics and returns them sorted."""
     given = (stats,) if isinstance(stats, str) else stats
     if not isinstance(given, Sequence) or not all(isinstance(stat, str) for stat in given):
         raise TypeError(f"stats must be a name or several, of {list(STATISTICS)}; got {stats!r}")
@@ -217,7 +218,7 @@ def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
 def _after_skip(
     steps: Array, num_skipped: Array, last: dict[str, Array], ring: Array, skip: Array
 ) -> tuple[Array, Array, dict[str, Array], Array]:
-    """Steps, their number that was skipped, last statistics and ring after one skipped step."""
+    """Updates the counters, last statistics and ring if `skip` is True."""
     at = steps % len(ring)
     ring = ring.at[at].set(jnp.where(skip, jnp.nan, ring[at]))
     last = {key: jnp.where(skip, jnp.nan, x).astype(x.dtype) for key, x in last.items()}
@@ -229,7 +230,7 @@ def _after_skip(
 def _append_row(
     steps: Array, old: dict[str, Array], ring: Array, found: dict[str, Array], is_absent: Any
 ) -> tuple[Array, dict[str, Array], Array]:
-    """Steps, last statistics and ring after one more row; `absent` groups have no leaves."""
+    """Appends a row and marks the groups without leaves, `is_absent`, with -inf."""
     last = {key: saturating_cast(found[key], ring.dtype) for key in sorted(found)}
     row = meshes.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
     ring = ring.at[steps % len(ring)].set(row)
