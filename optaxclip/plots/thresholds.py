@@ -38,7 +38,7 @@ def norms_over_steps(
     For a suggestion, triangles mark only steps after the warm-up, because only these are counted.
 
     Args:
-      norms: the raw norms, float[n]; or what `optaxclip.tuning._suggest` returned, with its
+      norms: the raw norms, float[n]; or what `optaxclip.tuning.suggest` returned, with its
         threshold.
       threshold: one threshold, or the threshold of each step, float[n]; it need not be the run's
         own threshold. An infinite threshold is not drawn.
@@ -102,7 +102,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     moves.
 
     Args:
-      suggestion: what `optaxclip.tuning._suggest` returned.
+      suggestion: what `optaxclip.tuning.suggest` returned.
       ax: where to draw.
 
     Raises:
@@ -117,7 +117,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
       >>> print(ax.get_legend_handles_labels()[1][1:])
       ['ordinary (498)', 'spikes (2)']
     """
-    check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning._suggest")
+    check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
     axes = new_axes(ax)
     norms, threshold = suggestion.norms, suggestion.threshold
     spikes, used = suggestion.is_spike, suggestion.is_used
@@ -145,7 +145,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     the suggested threshold is the largest whose bar reaches down to it.
 
     Args:
-      result: what `optaxclip.tuning._sweep` returned.
+      result: what `optaxclip.tuning.sweep` returned.
       ax: where to draw.
 
     Raises:
@@ -164,7 +164,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
       >>> print(ax.get_legend_handles_labels()[1][1:3])
       ['the best loss', 'suggested threshold 0.01']
     """
-    check_instance(result, SweepResult, "result", "optaxclip.tuning._sweep")
+    check_instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
     axes = new_axes(ax)
     axes.set_xscale("log")
     losses = np.where(result.diverged, np.nan, result.final_loss)

@@ -14,7 +14,7 @@ import optax
 
 from optaxclip._base.host import ArrayLike
 from optaxclip._base.validation import short_repr, validate_call, warn
-from optaxclip.transforms.adaptive import adagc, clip_by_window_norm, zclip
+from optaxclip.transforms.adaptive import clip_by_window_norm, zclip
 from optaxclip.tuning._levels import FAR, Flags, Floats, Regime, Shape, analyze, running_median
 
 Steps: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -32,8 +32,8 @@ START_FRACTION = 0.05
 MAX_REPLAYED = 10_000  # methods are replayed on at most so many of the last norms
 
 Method: TypeAlias = tuple[str, Callable[[], optax.GradientTransformation]]
-TUNING_FREE: Method = ("adagc()", adagc)
-"""The recommended line without anything to choose: its code, and a function that makes it."""
+TUNING_FREE = 1.0
+"""The threshold of the recommended default, `clip_by_global_norm(1.0)` in `skip_nonfinite`."""
 ADAPTIVE: dict[Regime, Method] = {
     "stationary": ("zclip()", zclip),
     "drifting": ("zclip()", zclip),
@@ -113,15 +113,15 @@ class Suggestion:
     @functools.cached_property
     def adaptive(self) -> Alternative:
         """The adaptive method that suits the regime."""
-        fraction, _ = self._replay(ADAPTIVE[self.regime])
-        return Alternative(ADAPTIVE[self.regime][0], fraction, f"for {self.regime} norms")
+        method = ADAPTIVE[self.regime]
+        return Alternative(method[0], self._replay(method), f"for {self.regime} norms")
 
     @functools.cached_property
     def tuning_free(self) -> Alternative:
-        """The method without anything to choose, for adaptive optimizers."""
-        fraction, last = self._replay(TUNING_FREE)
-        reason = f"nothing to choose, its threshold ends at {last:.3g}"
-        return Alternative(TUNING_FREE[0], fraction, reason)
+        """The default for AdamW, Muon and Lion, which needs no tuning."""
+        fraction = float(np.mean(self.norms[self.is_used] > TUNING_FREE))
+        reason = "the default without tuning, inside skip_nonfinite"
+        return Alternative(f"clip_by_global_norm({TUNING_FREE})", fraction, reason)
 
     def __str__(self) -> str:
         """Lines to read."""
@@ -178,30 +178,27 @@ class Suggestion:
             "tuning_free": self.tuning_free._asdict(),
         }
 
-    def _replay(self, method: Method) -> tuple[float, float]:
-        """Returns the fraction of used norms that a method clips, and its last threshold."""
+    def _replay(self, method: Method) -> float:
+        """Returns the fraction of used norms that a method clips."""
         is_positive = np.isfinite(self.norms) & (self.norms > 0)
         last = self.norms[is_positive][-MAX_REPLAYED:]
         unit = float(np.median(last))  # norms of any size become ordinary float32 numbers
         # A power of two as the length, so that few programs are compiled. The zeros come last.
         padded = np.zeros(max(1 << (len(last) - 1).bit_length(), 64), np.float32)
         padded[: len(last)] = np.minimum(last / unit, np.finfo(np.float32).max)
-        is_clipped, thresholds = map(np.asarray, _replay(padded, make=method[1]))
+        is_clipped = np.asarray(_replay(padded, make=method[1]))  # bool[padded]
         is_used = self.is_used[is_positive][-MAX_REPLAYED:]
-        fraction = np.mean(is_clipped[: len(last)][is_used])
-        return float(fraction), float(thresholds[len(last) - 1]) * unit
+        return float(np.mean(is_clipped[: len(last)][is_used]))
 
 
 @functools.partial(jax.jit, static_argnames="make")
-def _replay(
-    gradients: Any, *, make: Callable[[], optax.GradientTransformation]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns whether each norm is clipped, and its threshold."""
+def _replay(gradients: Any, *, make: Callable[[], optax.GradientTransformation]) -> jax.Array:
+    """Returns whether the norms are clipped, bool[norms]."""
     clip = make()
 
-    def step(state: Any, gradient: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    def step(state: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
         state = clip.update(gradient, state)[1]
-        return state, (state.info.fraction > 0, jnp.reshape(state.info.threshold, ()))
+        return state, state.info.fraction > 0
 
     return jax.lax.scan(step, clip.init(gradients[0]), gradients)[1]
 
@@ -221,7 +218,7 @@ def suggest(norms: ArrayLike, steps: ArrayLike | None = None) -> Suggestion:
 
     Args:
       norms: float[n], the norms of the raw gradients in the order of the steps, as from
-        `optaxclip.monitor.history` or `optaxclip.tuning._read_log`. Norms that are NaN, infinite or
+        `optaxclip.monitor.history` or `optaxclip.tuning.read_log`. Norms that are NaN, infinite or
         zero are counted and left out.
       steps: int[n], the steps of the norms. Defaults to the index of a pandas Series, and otherwise
         to 0, 1, ...

@@ -38,8 +38,8 @@ def test_norms_over_steps_marks_what_is_above_a_threshold():
 
 def test_pictures_of_results_say_who_returns_them():
     for draw, words in (
-        (plots.norm_histogram, "suggestion must be a Suggestion, which optaxclip.tuning._suggest"),
-        (plots.sweep_curve, "result must be a SweepResult, which optaxclip.tuning._sweep"),
+        (plots.norm_histogram, "suggestion must be a Suggestion, which optaxclip.tuning.suggest"),
+        (plots.sweep_curve, "result must be a SweepResult, which optaxclip.tuning.sweep"),
     ):
         with pytest.raises(TypeError, match=f"{words} returns, got a value of type ndarray"):
             draw(np.ones(3))

@@ -120,9 +120,12 @@ def test_suggest_ignores_scale_rounding_and_order_of_magnitude():
         other = suggest(scale * norms)
         assert other.threshold == pytest.approx(scale * base.threshold, rel=0.01)
         assert (other.spikes.tolist(), other.regime) == ([100, 200], base.regime)
-        assert other.tuning_free.clipped_fraction == pytest.approx(
-            base.tuning_free.clipped_fraction, abs=0.02
+        assert other.adaptive.clipped_fraction == pytest.approx(
+            base.adaptive.clipped_fraction, abs=0.02
         )
+        assert other.tuning_free.call == "clip_by_global_norm(1.0)"
+        assert other.tuning_free.clipped_fraction == (scale > 1)
+    assert base.tuning_free.clipped_fraction == np.mean(norms > 1)
     for digits in (1, 2):
         other = suggest(norms.round(digits))
         assert other.threshold == pytest.approx(base.threshold, rel=0.15)
