@@ -25,13 +25,13 @@ jax.config.update("jax_platforms", "cpu")
 
 _GPU = """
 gpu_device_info {{
-  threads_per_block_threshold: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: {shared} threads_per_core_threshold: 2048 core_count: {cores}
-  fpus_per_core: {fpus} block_dim_threshold_x: 2147483647 block_dim_threshold_y: 65535
-  block_dim_threshold_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: {cache}
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {shared} threads_per_core_limit: 2048 core_count: {cores}
+  fpus_per_core: {fpus} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: {cache}
   clock_rate_ghz: {clock} device_memory_size: {memory} shared_memory_per_block_optin: {optin}
   cuda_compute_capability {{ major: {major} minor: 0 }}
-  registers_per_core_threshold: 65536 registers_per_block_threshold: 65536
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
