@@ -45,7 +45,7 @@ CERTAIN = re.compile(
 CANDIDATE = re.compile(rf"(^|.*_){GRADIENT}_?(.*_)?g?norms?(_.*)?|(^|.*_)gnorm(_.*)?")
 """Last parts of names that may be those of a gradient's norm."""
 SETTING = re.compile(
-    r"(.*_)?(max|min|clip|clipping|clipped|threshold|threshold|params?|parameters?|weights?|updates?"
+    r"(.*_)?(max|min|clip|clipping|clipped|limit|threshold|params?|parameters?|weights?|updates?"
     r"|normalized|num|ratio|batch|layer|coef|std|var|after|post)(_.*)?"
 )
 """Last parts of names of settings, of other norms, and of other facts about norms."""
