@@ -186,7 +186,7 @@ def _tick(ax: "Axes", rows: Mapping[str, Histogram], bands: dict[float, DtypeBan
     if list(rows) == [""]:
         shares = {0: "1", 2: "0.01", 4: "1e-4", 6: "1e-6"}
         ticks |= {MAX_BAR_HEIGHT * (1 - power / DECADES): name for power, name in shares.items()}
-        ax.set_ylabel("share of the entries")
+        ax.set_ylabel("fraction of elements")
     else:
         every = -(-len(rows) // MAX_LABELS)
         ticks |= {0.4 - place: name for place, name in list(enumerate(rows))[::every]}
@@ -200,6 +200,6 @@ def _label(rows: list[Histogram]) -> str:
     """What the axis shows, and how many entries have no place on it."""
     zeros, bad = sum(row.num_zero for row in rows), sum(row.num_nonfinite for row in rows)
     count = zeros + bad + sum(int(row.counts.sum()) for row in rows)
-    words = [f"{100 * zeros / count:.2g} % are 0"] if zeros else []
-    words += [f"{bad} not finite"] if bad else []
-    return "size of an entry" + (f" ({', '.join(words)})" if words else "")
+    words = [f"{100 * zeros / count:.2g}% zero"] if zeros else []
+    words += [f"{bad} non-finite"] if bad else []
+    return "element size" + (f" ({', '.join(words)})" if words else "")

@@ -30,12 +30,12 @@ class HeatmapStyle(NamedTuple):
 
 HEATMAP_STYLES = {
     "norm": HeatmapStyle("gradient norm"),
-    "max": HeatmapStyle("largest modulus"),
-    "mean_abs": HeatmapStyle("mean modulus"),
-    "zero_fraction": HeatmapStyle("share of zeros", (0.0, 1.0)),
-    "share": HeatmapStyle("share of the squared norm", (0.0, 1.0)),
-    "param_norm": HeatmapStyle("norm of the parameters"),
-    "ratio": HeatmapStyle("norm over that of the parameters"),
+    "max": HeatmapStyle("largest absolute value"),
+    "mean_abs": HeatmapStyle("mean absolute value"),
+    "zero_fraction": HeatmapStyle("fraction of zeros", (0.0, 1.0)),
+    "share": HeatmapStyle("fraction of the squared norm", (0.0, 1.0)),
+    "param_norm": HeatmapStyle("parameter norm"),
+    "ratio": HeatmapStyle("norm / parameter norm"),
     "cosine_param": HeatmapStyle("cosine with the parameters", (-1.0, 1.0), "BrBG"),
 }
 
@@ -102,7 +102,7 @@ def heatmap(
     axes.invert_yaxis()
     if bad := np.isnan(shown).sum():
         look_of_bad = {"color": "red", "marker": "s", "linestyle": "", "markersize": 9}
-        axes.plot([], [], label=f"not finite ({bad})", **look_of_bad)
+        axes.plot([], [], label=f"non-finite ({bad})", **look_of_bad)
     bar = axes.figure.colorbar(mesh, ax=axes, label=look.label)
     if look.ends is None:
         plain_ticks(bar.ax.yaxis)

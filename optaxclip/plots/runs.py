@@ -129,7 +129,7 @@ def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[s
     for name, (x, y) in curves.items():
         _mark_end(ax, x, y, drawn[name])
     if not all(np.isfinite(y).all() for _, y in curves.values()):
-        ax.plot([], [], "X", color="black", markersize=8, label="not finite")
+        ax.plot([], [], "X", color="black", markersize=8, label="non-finite")
     return drawn
 
 

@@ -54,7 +54,7 @@ def norms_over_steps(
       >>> from optaxclip import plots
       >>> ax = plots.norms_over_steps([1.0, 1.2, 30.0, float("nan")], threshold=2.0)
       >>> print(ax.get_legend_handles_labels()[1])
-      ['norm', 'above the threshold (1)', 'threshold 2', 'not finite (1)']
+      ['norm', 'above the threshold (1)', 'threshold 2', 'non-finite (1)']
     """
     suggestion = None
     if isinstance(norms, Suggestion):
@@ -89,7 +89,7 @@ def norms_over_steps(
         line = np.broadcast_to(np.where(np.isfinite(bound), bound, np.nan), y.shape)
         plot_line(axes, x, line, "--", color=BLUE, linewidth=1.6, label=label)
     if not finite.all():
-        mark_off_scale(axes, x[~finite], label=f"not finite ({np.sum(~finite)})")
+        mark_off_scale(axes, x[~finite], label=f"non-finite ({np.sum(~finite)})")
     axes.set_ylabel("gradient norm")
     return finish_axes(axes, legend=ax is None)
 
@@ -115,7 +115,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
       >>> norms[[100, 200]] = 10.0, 50.0
       >>> ax = plots.norm_histogram(tuning.suggest(norms))
       >>> print(ax.get_legend_handles_labels()[1][1:])
-      ['ordinary (498)', 'spikes (2)']
+      ['typical (498)', 'spikes (2)']
     """
     check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
     axes = new_axes(ax)
@@ -123,7 +123,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     spikes, used = suggestion.is_spike, suggestion.is_used
     above = norms > threshold
     parts = (
-        ("ordinary", used & ~spikes & ~above, {"color": "0.7"}),
+        ("typical", used & ~spikes & ~above, {"color": "0.7"}),
         ("above the threshold, no spikes", used & ~spikes & above, {"color": PALE_ORANGE}),
         ("spikes", spikes, {"color": ORANGE, "hatch": "////", "edgecolor": "white"}),
     )
@@ -162,7 +162,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
       >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=key, data=data)
       >>> ax = plots.sweep_curve(result)
       >>> print(ax.get_legend_handles_labels()[1][1:3])
-      ['the best loss', 'suggested threshold 0.01']
+      ['best loss', 'suggested threshold 0.01']
     """
     check_instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
     axes = new_axes(ax)
@@ -174,14 +174,14 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
         good = ~result.diverged
         noises = np.stack([result.loss_noise[good], np.zeros(good.sum())])
         look = {"fmt": "none", "ecolor": BLUE, "elinewidth": 1.2, "capsize": 4}
-        label = "noise: as good as the best if it reaches that line"
+        label = "noise: equivalent to the best if it reaches the line"
         axes.errorbar(result.thresholds[good], losses[good], noises, label=label, **look)
         best = losses[good].min()
-        axes.axhline(best, color=BLUE, linewidth=0.8, linestyle=":", label="the best loss")
+        axes.axhline(best, color=BLUE, linewidth=0.8, linestyle=":", label="best loss")
         label = f"suggested threshold {result.threshold:.3g}"
         axes.axvline(result.threshold, color=BLUE, linestyle="--", linewidth=1.6, label=label)
     if result.diverged.any():
-        label = "diverged: not finite, or above the first loss"
+        label = "diverged: non-finite or above the first loss"
         mark_off_scale(axes, result.thresholds[result.diverged], label=label)
     if result.diverged.all():
         axes.set_yticks([])

@@ -18,7 +18,7 @@ def test_loss_curves_cut_explosions_off_and_cross_them_out():
     losses = {"plain": [4.0, 1e30, np.nan, np.nan], "clipped": [4.0, 3.0, 1e9, 2.0]}
     assert plots.loss_curves(losses, [0, 10, 20, 30], ax=ax) is ax
     assert 4.0 < ax.get_ylim()[1] < 5.0
-    assert labels(ax) == ["plain", "clipped", "not finite"]
+    assert labels(ax) == ["plain", "clipped", "non-finite"]
     crosses = [line for line in ax.lines if line.get_marker() == "X" and len(line.get_xdata())]
     assert [line.get_xdata()[-1] for line in crosses] == [20]
     at = ax.transAxes.inverted().transform(crosses[0].get_transform().transform((20, 1)))

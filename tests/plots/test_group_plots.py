@@ -34,8 +34,8 @@ def test_heatmap_explains_nonfinite_color():
     values = [[1.0, NAN], [np.inf, 2.0]]
     ax = plots.heatmap(values)
     (text,) = ax.get_legend().get_texts()
-    assert text.get_text() == "not finite (2)"
-    assert plots.heatmap(values, ax=axes()).get_legend_handles_labels()[1] == ["not finite (2)"]
+    assert text.get_text() == "non-finite (2)"
+    assert plots.heatmap(values, ax=axes()).get_legend_handles_labels()[1] == ["non-finite (2)"]
     assert plots.heatmap([[1.0, 2.0]]).get_legend() is None
 
 
