@@ -235,8 +235,10 @@ class ValueAndGrad:
                 )
         check_state(state, AccumulateState, NAME, remedy)
         split = self._split_batch(split_args.batch)
-        means = scan_microbatches(self._loss, self._processor, split_args, params, split, state)
-        stats, grads = means.stats, params.replace_with_float0().replace_leaves(means.leaves)
+        means, state, stats, aux = scan_microbatches(
+            self._loss, self._processor, split_args, params, split, state
+        )
+        grads = params.replace_with_float0().replace_leaves(means)
         if self._processor.computes_norms:
             norm, noise = stats.norm, stats.noise(self._processor.compute_norm(grads))
         else:
@@ -245,10 +247,8 @@ class ValueAndGrad:
             norm = where_or_nan(stats.rejected, stats.norm)
             noise = NoiseSums(*[nan_like(stats.weight[0])] * 2)
         value = stats.mean(stats.loss)
-        info = Accumulated(
-            norm, stats.weight, stats.rejected, stats.loss, means.aux, means.state, noise
-        )
-        return (value, means.aux) if self._loss.has_aux else value, grads.tree(), info
+        info = Accumulated(norm, stats.weight, stats.rejected, stats.loss, aux, state, noise)
+        return (value, aux) if self._loss.has_aux else value, grads.tree(), info
 
     def _split_batch(self, batch: tuple[Any, ...]) -> MicrobatchSplit:
         examples = get_batch_size(flatten(batch, "the batch"), "the batch")

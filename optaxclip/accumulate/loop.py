@@ -1,4 +1,4 @@
-"""The loop over microbatches: weighted means of gradients and losses, and noise sums."""
+"""The loop over microbatches, which computes weighted means of gradients."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -16,68 +16,12 @@ from optaxclip._base.numerics import divide_by_pow2, divide_no_nan, floor_pow2, 
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
 from optaxclip._loss_arguments import LossArguments, MicrobatchSplit, loss_and_aux
-from optaxclip.accumulate.microbatch import AccumulateState, MicrobatchLoss, MicrobatchProcessor
-from optaxclip.monitor._noise_scale import NoiseSums, where_or_nan
-
-
-class MicrobatchStats(NamedTuple):
-    """Scalars of a microbatch, which `scan` stacks to `[microbatches]`."""
-
-    norm: Array
-    norm_after: Array
-    weight: Array
-    rejected: Array
-    loss: Array
-
-    @property
-    def is_counted(self) -> Array:
-        """Marks the microbatches that count in the means, bool."""
-        return ~self.rejected & (self.weight != 0)
-
-    @property
-    def _scaled_weights(self) -> tuple[Array, Array]:
-        """The counted weights divided by a power of two near the largest weight, and that power."""
-        weights = jnp.where(self.is_counted, self.weight, 0)
-        unit = floor_pow2(jnp.max(weights))
-        return divide_by_pow2(weights, unit), unit
-
-    def mean(self, values: Array) -> Array:
-        """Computes the weighted mean `[]` of the counted microbatches, or NaN if there are none."""
-        known = jnp.where(self.is_counted, values, 0)
-        # Division by a power of two near the largest value prevents overflow of the sum.
-        unit = floor_pow2(jnp.max(jnp.abs(known)))
-        weights, _ = self._scaled_weights
-        return jnp.sum(weights * divide_by_pow2(known, unit)) / jnp.sum(weights) * unit
-
-    def noise(self, norm_of_mean: Array) -> NoiseSums:
-        """Computes the noise sums from the norm of the mean gradient."""
-        norms = jnp.where(self.is_counted, self.norm_after, 0)  # [microbatches]
-        # The norm of the mean is at most the largest norm. After division by a power of two near
-        # the largest norm, neither the squares nor their sums overflow.
-        unit = floor_pow2(jnp.max(norms))
-        square = self.mean(jnp.square(divide_by_pow2(norms, unit)))
-        square_of_mean = jnp.square(divide_by_pow2(norm_of_mean, unit))
-        # The weighted mean of the squared norms is an unbiased estimate of
-        # `signal + variance / small`, even if the weights differ.
-        weights, unit_of_weights = self._scaled_weights
-        large = jnp.sum(weights)
-        small = large / jnp.sum(self.is_counted, dtype=large.dtype)
-        is_known = large > small
-        spread = jnp.where(is_known, large - small, 1)
-        signal = (large * square_of_mean - small * square) / spread
-        variance = (square - square_of_mean) * (small * (large / spread))
-        # With this order of the factors, a product only overflows if the result does.
-        signal, variance = signal * unit * unit, variance * unit * unit_of_weights * unit
-        return NoiseSums(*(where_or_nan(is_known, x) for x in (signal, variance)))
-
-
-class ScanResult(NamedTuple):
-    """The weighted means of the gradients, the last state, and stacked values of microbatches."""
-
-    leaves: list[Array]
-    state: AccumulateState
-    stats: MicrobatchStats
-    aux: PyTree
+from optaxclip.accumulate.microbatch import (
+    AccumulateState,
+    MicrobatchLoss,
+    MicrobatchProcessor,
+    MicrobatchStats,
+)
 
 
 def scan_microbatches(
@@ -87,8 +31,8 @@ def scan_microbatches(
     params: FlatTree,
     split: MicrobatchSplit,
     state: AccumulateState,
-) -> ScanResult:
-    """Computes the means over all microbatches and devices."""
+) -> tuple[list[Array], AccumulateState, MicrobatchStats, PyTree]:
+    """Returns the means over microbatches and devices, the last state, and stacked values."""
     leaves, sharding = params.inexact_leaves(), processor.sharding
     # Losses and weights use the widest dtype of the sums.
     loss = dataclasses.replace(loss, dtype=norm_dtype([loss.dtype, *(x.dtype for x in leaves)]))
@@ -113,29 +57,22 @@ def scan_microbatches(
     chex.assert_shape(means, [x.shape for x in leaves])
     chex.assert_type(means, accumulation.dtypes)
     chex.assert_shape(list(stats), (split.num_microbatches,))
-    return ScanResult(means, state, stats, aux)
+    return means, state, stats, aux
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Accumulation:
-    """The values that do not change in the loop over microbatches.
-
-    Attributes:
-      axes: The axes over which gradients are summed once, after the loop.
-      leaves: The differentiated leaves.
-      dtypes: The dtypes of their sums.
-      param_norm: The norm of the parameters if the rejection rule uses it, `[]`.
-    """
+    """The values that do not change in the loop over microbatches."""
 
     loss: MicrobatchLoss
     processor: MicrobatchProcessor
     args: LossArguments
     params: FlatTree
     split: MicrobatchSplit
-    axes: Axes
-    leaves: list[Array]
-    dtypes: list[jnp.dtype]
-    param_norm: Array | None
+    axes: Axes  # the axes over which gradients are summed once, after the loop
+    leaves: list[Array]  # the differentiated leaves
+    dtypes: list[jnp.dtype]  # the dtypes of the sums of their gradients
+    param_norm: Array | None  # the norm of the parameters, if the rejection rule uses it
 
     def init(self) -> "_Means":
         """Returns means without microbatches."""
@@ -148,19 +85,16 @@ class _Accumulation:
         means, state = carry
         loss, weight, leaves, aux = self._loss_and_grad(self.split.microbatch(i))
         grads = self.params.replace_with_float0().replace_leaves(self._cast_and_shard(leaves))
-        result = self.processor.process(
+        leaves, stats, state = self.processor.process(
             grads, loss, weight, state, self.args.params, self.param_norm
         )
-        stats = MicrobatchStats(
-            result.norm, result.norm_after, jnp.asarray(weight), result.is_rejected, loss
-        )
         if self._is_plain_sum:
-            means = means._replace(leaves=jax.tree.map(jnp.add, means.leaves, result.leaves))
+            means = means._replace(leaves=jax.tree.map(jnp.add, means.leaves, leaves))
         else:
             counted = jnp.where(stats.is_counted, stats.weight, 0)
             counted = self.processor.sharding.vary(counted, self.axes)
-            means = means.add(result.leaves, counted)
-        return (means, result.state), (stats, aux)
+            means = means.add(leaves, counted)
+        return (means, state), (stats, aux)
 
     def finish(
         self, means: "_Means", stats: MicrobatchStats

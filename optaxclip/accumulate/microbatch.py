@@ -22,7 +22,7 @@ import optaxclip.scopes as scopes
 from optaxclip._backend.leaf_shardings import as_spec
 from optaxclip._backend.meshes import Axes
 from optaxclip._backend.skip_step import tree_where
-from optaxclip._base.numerics import accumulation_dtype, is_real
+from optaxclip._base.numerics import accumulation_dtype, divide_by_pow2, floor_pow2, is_real
 from optaxclip._base.state import copy_arrays, register_state
 from optaxclip._base.trees import FlatTree, broadcast_prefix, flatten
 from optaxclip._base.types import PyTree, ThresholdRule
@@ -30,6 +30,7 @@ from optaxclip._base.validation import check_bool, check_called
 from optaxclip._engine.clip import make_clip, scope_norms
 from optaxclip._engine.options import Options
 from optaxclip._loss_arguments import describe_array
+from optaxclip.monitor._noise_scale import NoiseSums, where_or_nan
 from optaxclip.thresholds._constant import check_threshold
 from optaxclip.transforms.rule_evaluation import evaluate_rule
 
@@ -162,23 +163,55 @@ class MicrobatchLoss:
         return np.asarray(weight, self.dtype)
 
 
-class ProcessedMicrobatch(NamedTuple):
-    """The clipped gradient of a microbatch, and the decision about it.
+class MicrobatchStats(NamedTuple):
+    """Scalars of a microbatch, which `scan` stacks to `[microbatches]`."""
 
-    Attributes:
-      leaves: The leaves of the clipped gradient.
-      norm: The norm before clipping, `[]`, or 0 if norms are not computed.
-      norm_after: The norm after clipping, `[]`, or 0 if norms are not computed.
-      is_rejected: bool[].
-      state: The next state. A rejected microbatch updates only the state of the rejection rule, and
-        a microbatch with weight 0 does not update the state.
-    """
+    norm: Array  # before clipping, or 0 if norms are not computed
+    norm_after: Array  # after clipping
+    weight: Array
+    rejected: Array  # bool
+    loss: Array
 
-    leaves: list[Array]
-    norm: Array
-    norm_after: Array
-    is_rejected: Array
-    state: AccumulateState
+    @property
+    def is_counted(self) -> Array:
+        """Marks the microbatches that count in the means, bool."""
+        return ~self.rejected & (self.weight != 0)
+
+    @property
+    def _scaled_weights(self) -> tuple[Array, Array]:
+        """The counted weights divided by a power of two near the largest weight, and that power."""
+        weights = jnp.where(self.is_counted, self.weight, 0)
+        unit = floor_pow2(jnp.max(weights))
+        return divide_by_pow2(weights, unit), unit
+
+    def mean(self, values: Array) -> Array:
+        """Computes the weighted mean `[]` of the counted microbatches, or NaN if there are none."""
+        known = jnp.where(self.is_counted, values, 0)
+        # Division by a power of two near the largest value prevents overflow of the sum.
+        unit = floor_pow2(jnp.max(jnp.abs(known)))
+        weights, _ = self._scaled_weights
+        return jnp.sum(weights * divide_by_pow2(known, unit)) / jnp.sum(weights) * unit
+
+    def noise(self, norm_of_mean: Array) -> NoiseSums:
+        """Computes the noise sums from the norm of the mean gradient."""
+        norms = jnp.where(self.is_counted, self.norm_after, 0)  # [microbatches]
+        # The norm of the mean is at most the largest norm. After division by a power of two near
+        # the largest norm, neither the squares nor their sums overflow.
+        unit = floor_pow2(jnp.max(norms))
+        square = self.mean(jnp.square(divide_by_pow2(norms, unit)))
+        square_of_mean = jnp.square(divide_by_pow2(norm_of_mean, unit))
+        # The weighted mean of the squared norms is an unbiased estimate of
+        # `signal + variance / small`, even if the weights differ.
+        weights, unit_of_weights = self._scaled_weights
+        large = jnp.sum(weights)
+        small = large / jnp.sum(self.is_counted, dtype=large.dtype)
+        is_known = large > small
+        spread = jnp.where(is_known, large - small, 1)
+        signal = (large * square_of_mean - small * square) / spread
+        variance = (square - square_of_mean) * (small * (large / spread))
+        # With this order of the factors, a product only overflows if the result does.
+        signal, variance = signal * unit * unit, variance * unit * unit_of_weights * unit
+        return NoiseSums(*(where_or_nan(is_known, x) for x in (signal, variance)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,21 +253,21 @@ class MicrobatchProcessor:
     def process(
         self,
         grads: FlatTree,
-        value: Array,
+        loss: Array,
         weight: Array,
         state: AccumulateState,
         params: PyTree,
         param_norm: Array | None,
-    ) -> ProcessedMicrobatch:
+    ) -> tuple[list[Array], MicrobatchStats, AccumulateState]:
         """Clips the gradient of a microbatch, and decides if the microbatch is rejected."""
         leaves, false = grads.inexact_leaves(), jnp.zeros((), bool)
         if not self.computes_norms:
             zero = jnp.zeros((), weight.dtype)
-            return ProcessedMicrobatch(leaves, zero, zero, false, state)
+            return leaves, MicrobatchStats(zero, zero, jnp.asarray(weight), false, loss), state
         norm = norm_after = self.compute_norm(grads)
         is_rejected, new = false, state
         if self.rejects_nonfinite:
-            is_rejected = ~(jnp.isfinite(norm) & jnp.isfinite(value))
+            is_rejected = ~(jnp.isfinite(norm) & jnp.isfinite(loss))
         if self.rule is not None:
             evaluated = evaluate_rule(self.rule, state.reject, norm, NAME, param_norm)
             is_rejected = is_rejected | evaluated.should_skip
@@ -244,9 +277,13 @@ class MicrobatchProcessor:
             # The clip ignores rejected microbatches. The rejection rule must use them, because
             # otherwise it would reject norms at a new level forever.
             new = new._replace(clip=tree_where(is_rejected, state.clip, clip_state))
+        # A microbatch with weight 0 updates neither state. A constant weight is a NumPy array here,
+        # so its comparison is not traced.
         has_weight = weight != 0
         state = tree_where(~has_weight, state, new)
-        return ProcessedMicrobatch(leaves, norm, norm_after, is_rejected & has_weight, state)
+        is_rejected = is_rejected & has_weight
+        stats = MicrobatchStats(norm, norm_after, jnp.asarray(weight), is_rejected, loss)
+        return leaves, stats, state
 
     def _clip(
         self, grads: FlatTree, norm: Array, state: PyTree, params: PyTree
