@@ -34,6 +34,7 @@ def scan_microbatches(
 ) -> tuple[list[Array], AccumulateState, MicrobatchStats, PyTree]:
     """Returns the means over microbatches and devices, the last state, and stacked values."""
     leaves, sharding = params.inexact_leaves(), processor.sharding
+    dtypes = [loss.accumulator_dtype(x.dtype) for x in leaves]
     # Losses and weights use the widest dtype of the sums.
     loss = dataclasses.replace(loss, dtype=norm_dtype([loss.dtype, *(x.dtype for x in leaves)]))
     axes = Axes()
@@ -47,7 +48,7 @@ def scan_microbatches(
         split,
         axes,
         leaves=[sharding.vary(x, axes) for x in leaves],
-        dtypes=[loss.accumulator_dtype(x.dtype) for x in leaves],
+        dtypes=dtypes,
         param_norm=processor.compute_param_norm(args.params),
     )
     start, closed_over = (accumulation.init(), state), (accumulation.leaves, args.batch)
@@ -55,7 +56,7 @@ def scan_microbatches(
     (means, state), (stats, aux) = scan_on_mesh(accumulation.step, start, indices, closed_over)
     means, stats = accumulation.finish(means, stats)
     chex.assert_shape(means, [x.shape for x in leaves])
-    chex.assert_type(means, accumulation.dtypes)
+    chex.assert_type(means, dtypes)
     chex.assert_shape(list(stats), (split.num_microbatches,))
     return means, state, stats, aux
 
@@ -99,7 +100,8 @@ class _Accumulation:
     def finish(
         self, means: "_Means", stats: MicrobatchStats
     ) -> tuple[list[Array], MicrobatchStats]:
-        """Returns the means `[...]` and the values `[microbatches]` for all devices."""
+        """Returns the means and statistics for all devices."""
+        # Means have the shapes of the parameters, and the statistics are arrays `[microbatches]`.
         if self._is_plain_sum:
             return [x / self.split.num_microbatches for x in means.leaves], stats
         if not self.axes:
@@ -183,8 +185,8 @@ class _Means(NamedTuple):
     """
 
     leaves: list[Array]
-    weight: Array
-    largest: Array
+    weight: Array  # []
+    largest: Array  # []
 
     def add(self, leaves: list[Array], weight: Array) -> "_Means":
         """Adds a gradient with a weight. The means are finite if both gradients are."""
