@@ -114,15 +114,15 @@ def test_the_sizes_of_float64_and_many_rows():
 @pytest.mark.parametrize(
     ("histogram", "dtypes", "error", "message"),
     [
-        (FOUND["none"], (), ValueError, "must have an entry that is finite and not 0, got none"),
-        ({}, (), ValueError, "a dict with at least one histogram, got none"),
-        (3, (), TypeError, "histogram must be a Histogram, which monitor.histograms returns"),
+        (FOUND["none"], (), ValueError, "must contain a finite non-zero element, got 0; train"),
+        ({}, (), ValueError, "must contain at least one histogram, got an empty dict"),
+        (3, (), TypeError, "histogram must be a Histogram from monitor.histograms, got"),
         ({"a": 3}, (), TypeError, r"histogram\['a'\] must be a Histogram"),
-        (FOUND, "float16", TypeError, "dtypes must be a tuple of number formats, got 'float16'"),
-        (FOUND, jnp.float16, TypeError, "dtypes must be a tuple of number formats"),
-        (FOUND, ("int8",), TypeError, "dtypes must be formats of floating-point numbers"),
-        (FOUND, ("bool",), TypeError, "dtypes must be formats of floating-point numbers"),
-        (FOUND, ("float16",) * 8, ValueError, "dtypes must be at most 7, got 8"),
+        (FOUND, "float16", TypeError, "dtypes must be a tuple of dtypes, got 'float16'"),
+        (FOUND, jnp.float16, TypeError, "dtypes must be a tuple of dtypes"),
+        (FOUND, ("int8",), TypeError, "dtypes must be floating-point dtypes such as"),
+        (FOUND, ("bool",), TypeError, "dtypes must be floating-point dtypes such as"),
+        (FOUND, ("float16",) * 8, ValueError, "dtypes must contain at most 7, got 8"),
     ],
 )
 def test_bad_input(histogram, dtypes, error, message):

@@ -38,10 +38,10 @@ def test_norms_over_steps_marks_what_is_above_a_threshold():
 
 def test_pictures_of_results_say_who_returns_them():
     for draw, words in (
-        (plots.norm_histogram, "suggestion must be a Suggestion, which optaxclip.tuning.suggest"),
-        (plots.sweep_curve, "result must be a SweepResult, which optaxclip.tuning.sweep"),
+        (plots.norm_histogram, "suggestion must be a Suggestion from optaxclip.tuning.suggest"),
+        (plots.sweep_curve, "result must be a SweepResult from optaxclip.tuning.sweep"),
     ):
-        with pytest.raises(TypeError, match=f"{words} returns, got a value of type ndarray"):
+        with pytest.raises(TypeError, match=f"{words}, got a value of type ndarray"):
             draw(np.ones(3))
 
 
@@ -67,19 +67,19 @@ def test_norms_over_steps_marks_points_without_neighbors():
         (
             [],
             {"threshold": 1.0},
-            "norms must have at least one entry, got none; record some steps first",
+            r"norms must not be empty, got shape \(0,\); record some steps first",
         ),
-        (np.ones((3, 2)), {}, r"norms must have one axis, got the shape \(3, 2\); of a record"),
-        (3.0, {}, r"norms must have one axis, got the shape \(\)"),
+        (np.ones((3, 2)), {}, r"norms must have one axis, got shape \(3, 2\); use one column"),
+        (3.0, {}, r"norms must have one axis, got shape \(\)"),
         (
             [1.0],
             {"threshold": [1.0, 2.0]},
-            r"threshold must be one, or one for each of 1 norms, got .*2,",
+            r"threshold must be a scalar or have shape \(1,\) like norms, got \(2,\)",
         ),
         (
             [1.0],
             {"steps": [1, 2]},
-            r"steps must have one entry for each of 1 norms, got the shape \(2,\)",
+            r"steps must have shape \(1,\) like norms, got \(2,\)",
         ),
     ],
 )
@@ -154,7 +154,7 @@ def test_heatmap_has_a_row_for_each_leaf():
 
 @pytest.mark.parametrize(("shape", "names"), [((3,), None), ((3, 2), ["a"]), ((3, 0), None)])
 def test_heatmap_refuses_other_shapes(shape, names):
-    with pytest.raises(ValueError, match=r"values must be \[steps, leaves\], got the shape \(3,"):
+    with pytest.raises(ValueError, match=r"values must be \[steps, leaves\], got shape \(3,"):
         plots.heatmap(np.ones(shape), names)
 
 
