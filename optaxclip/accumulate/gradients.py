@@ -81,7 +81,7 @@ def value_and_grad(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> "ValueAndGrad":
-    """Computes the loss and gradient of a batch in microbatches, and rejects bad microbatches.
+    """Computes a loss and its gradient in microbatches, which can be clipped or rejected.
 
     You can use it instead of `jax.value_and_grad` if the batch is too large for one gradient
     computation. The batch is split along its leading axis: microbatch `i` of `k` has the examples
@@ -96,14 +96,14 @@ def value_and_grad(
     Under `jit`, a sharded batch stays sharded if the number of devices divides the microbatch size.
     All devices then process their parts of a microbatch, the batch is never gathered, and the sum
     is sharded like the parameters. A microbatch needs one all-reduce or reduce-scatter of its
-    gradient, because its norm depends on all devices. With `compute_norms=False` and without
-    `weight`, XLA on GPUs only does this once, after the last microbatch.
+    gradient because its norm depends on all devices. XLA on GPUs only does this once, after the
+    last microbatch, if you use `compute_norms=False` without `weight`.
 
     Inside `shard_map`, sizes and weights are those of one device. If the loss differs between
     devices, it is averaged with these weights. Note that a device whose part of a microbatch has
-    weight 0 still needs a finite loss, because otherwise the whole microbatch is rejected. With
-    `compute_norms=False`, replicated parameters need one all-reduce after the last microbatch, with
-    or without `weight`.
+    weight 0 still needs a finite loss because otherwise the whole microbatch is rejected. If you
+    use `compute_norms=False`, replicated parameters need only one all-reduce after the last
+    microbatch, with or without `weight`.
 
     Args:
       loss_fn: The mean loss of a microbatch, a scalar. It should be the mean over the examples, or
@@ -111,24 +111,24 @@ def value_and_grad(
       argnums: The positions of the differentiated arguments, as in `jax.grad`. The gradients of
         integer leaves are `float0` zeros.
       batch_argnums: The positions of the arguments with a leading example axis, which can be
-        pytrees of arrays or PRNG keys. If None, all arguments except `argnums` are used. A key in
-        any other argument is the same for all microbatches. For noise, you should therefore pass
+        pytrees of arrays or PRNG keys. If None, all arguments except `argnums` are used. Note that
+        a key in another argument is the same for all microbatches. For noise, you should pass
         `jax.random.split(key, examples)` as a batch argument.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
-      microbatch_size: The number of examples in a microbatch. It must divide the batch size,
+      microbatch_size: The number of examples in a microbatch. It must divide the batch size
         because the norms of microbatches with different sizes are not comparable.
       weight: A function of the batch arguments that returns the weight of a microbatch, for example
         its number of tokens. Defaults to the number of examples. A microbatch with weight 0 does
-        not change the result, even if its loss is non-finite. If a weight is negative or NaN, or if
-        all weights are 0, the results are NaN.
+        not change the result, even if its loss is non-finite. The results are NaN if a weight is
+        negative or NaN, or all weights are 0.
       clip: A transformation of the gradients of microbatches, or a threshold for their global norm,
         as in `optaxclip.clip_by`. The state of a transformation is passed from one microbatch to
-        the next, except for rejected microbatches.
+        the next, and rejected microbatches do not change it.
       reject_rule: The rule that rejects microbatches. If "nonfinite" (the default), microbatches
         with a non-finite loss or gradient norm are rejected. A number, a schedule or a rule from
         `optaxclip.thresholds` also rejects norms above that threshold. If None, all microbatches
-        are used. If all microbatches are rejected, the loss and the gradients are NaN, and
-        `optaxclip.skip_nonfinite` can skip the step.
+        are used. The loss and the gradients are NaN when all microbatches are rejected. You can use
+        `optaxclip.skip_nonfinite` to skip such a step.
       compute_norms: If False, norms are not computed. You can then use neither `clip` nor
         `reject_rule`, and `norm` and `noise` are NaN. Note that `jax_debug_nans` raises an error if
         a compiled function returns them. Without `weight`, not only the mean of the gradients but
@@ -137,30 +137,31 @@ def value_and_grad(
         leaves are float64 and complex.
       axis_name: The names of the mapped axes that shard the batch, inside `pmap`,
         `vmap(axis_name=)` and `shard_map(check_vma=False)`.
-      specs: The sharding of the parameters, as in `optaxclip.ShardingOptions`, if their types do
-        not contain it. If you need `axis_name`, None means that the parameters are replicated.
+      specs: The sharding of the parameters, as in `optaxclip.ShardingOptions`, for types that do
+        not contain it. None means that the parameters are replicated if you must use `axis_name`.
 
     Returns:
       A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`.
       `value` is the mean loss, float[], or the pair `(value, aux)` with `has_aux`. `grads` is the
       tree of gradients, and `accumulated` is an `Accumulated`. You should pass its `state` to the
-      next step. The method `init(*args)` returns the state for the first step. Without a state, all
-      calls use a new one, which is an error if a threshold depends on earlier steps. Call the
-      function inside `jax.jit`, because otherwise the loop is compiled again in all calls.
+      next step, and use the method `init(*args)` to create the state for the first step. Without a
+      state, calls start with a new state, which is an error for thresholds that depend on earlier
+      steps. The function should be called inside `jax.jit`. Otherwise, all calls compile the loop
+      again.
 
     Raises:
-      ValueError: If the microbatch size is below 1, if a name is unknown, if a threshold is
-        negative or NaN, if `dtype` is too narrow, or if `compute_norms=False` is used with `clip`
-        or `reject_rule`. The function also raises it if the state is None and a threshold depends
-        on earlier steps, if the batch is empty or not divisible by the microbatch size, if batch
-        arguments have different numbers of examples, if positions are invalid or repeated, if the
-        loss or the weight is not a scalar, if a constant weight is not above 0, if the clip changes
-        the structure of the gradients, or if `axis_name` is missing.
-      TypeError: If `loss_fn` or `weight` is not a function, if `clip` is not a transformation or
-        threshold, if `reject_rule` is not a rule, or if a position or size is not an int. The
-        function also raises it if the loss or the weight is not a real number, if `specs` contains
-        values that are not specs, or if a model of Flax NNX or Equinox contains more than its
-        parameters (see `docs/recipes/modules.md`).
+      ValueError: If the microbatch size is below 1, a name is unknown, a threshold is negative or
+        NaN, `dtype` is too narrow, or `compute_norms=False` is used with `clip` or `reject_rule`.
+        The returned function raises it for an empty batch, a batch size that is not divisible by
+        the microbatch size, batch arguments with different numbers of examples, invalid or repeated
+        positions, a loss or weight that is not a scalar, a constant weight that is not above 0, a
+        clip that changes the structure of the gradients, a missing `axis_name`, and a missing state
+        for a threshold that depends on earlier steps.
+      TypeError: If `loss_fn` or `weight` is not a function, `clip` is not a transformation or
+        threshold, `reject_rule` is not a rule, or a position or size is not an int. The returned
+        function raises it for a loss or weight that is not a real number, `specs` with values that
+        are not specs, and models of Flax NNX or Equinox that contain more than their parameters
+        (see `docs/recipes/modules.md`).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -242,7 +243,7 @@ class ValueAndGrad:
         if self._processor.computes_norms:
             norm, noise = stats.norm, stats.noise(self._processor.compute_norm(grads))
         else:
-            # NaNs are computed from outputs of the loop, because XLA on GPUs uses more memory for a
+            # NaNs are computed from outputs of the loop because XLA on GPUs uses more memory for a
             # loop if its outputs are unused (as of JAX 0.10.2).
             norm = where_or_nan(stats.rejected, stats.norm)
             noise = NoiseSums(*[nan_like(stats.weight[0])] * 2)

@@ -106,8 +106,8 @@ class _Accumulation:
             return [x / self.split.num_microbatches for x in means.leaves], stats
         if not self.axes:
             return [jnp.where(means.weight > 0, x, jnp.nan) for x in means.leaves], stats
-        # So far, losses, weights and means are those of one device. All weights are at most twice
-        # `unit`, so sums over devices of quotients by a bound of their sum do not overflow.
+        # The losses, weights and means are still those of one device. All weights are at most twice
+        # `unit`. They are divided by a bound of their sum over devices, which cannot overflow then.
         largest = jnp.asarray(float(self.split.size), self.loss.dtype)
         if self.loss.weight is not None:
             largest = meshes.pmax(means.largest, self.axes)
@@ -179,7 +179,7 @@ class _Means(NamedTuple):
 
     Attributes:
       leaves: The means.
-      weight: The sum of the weights divided by a power of two near the largest weight, because the
+      weight: The sum of the weights divided by a power of two near the largest weight because the
         sum itself could overflow.
       largest: The largest weight.
     """
@@ -199,7 +199,7 @@ class _Means(NamedTuple):
 
         def update_mean(mean: Array, x: Array) -> Array:
             # Start from the array with the larger weight, so that the mean of equal arrays is
-            # exact, and use halves, because the difference of two large numbers can overflow.
+            # exact, and use halves because the difference of two large numbers can overflow.
             is_new = new_fraction > old_fraction
             start, end = jnp.where(is_new, x, mean), jnp.where(is_new, mean, x)
             path = scale_by_real(end, 0.5) - scale_by_real(start, 0.5)

@@ -93,7 +93,7 @@ class DataSharding:
     def get_axes_to_psum(self, params: FlatTree, axes: Axes) -> list[Axes]:
         """Returns the axes over which the gradients of the leaves must still be summed.
 
-        Axes that shard a leaf are excluded, because the transpose of its all-gather sums over them.
+        Axes that shard a leaf are excluded because the transpose of its all-gather sums over them.
         """
         if meshes.has_vma_tracking():
             return [axes - meshes.varying_axes(x) for x in params.inexact_leaves()]
@@ -105,7 +105,7 @@ class DataSharding:
     def get_deferred_psum_axes(self, params: FlatTree, batch: PyTree) -> Axes:
         """Returns the axes over which gradients can be summed once, after the last microbatch.
 
-        There are no such axes if a leaf is sharded along an axis of the batch, because its gradient
+        There are no such axes if a leaf is sharded along an axis of the batch because its gradient
         is then summed for each microbatch.
         """
         axes = self.axes_of(*jax.tree.leaves(batch))
@@ -274,7 +274,7 @@ class MicrobatchProcessor:
             new = new._replace(reject=evaluated.rule_state)
         if self.clip is not None:
             leaves, norm_after, clip_state = self._clip(grads, norm, state.clip, params)
-            # The clip ignores rejected microbatches. The rejection rule must use them, because
+            # The clip ignores rejected microbatches. The rejection rule must use them because
             # otherwise it would reject norms at a new level forever.
             new = new._replace(clip=tree_where(is_rejected, state.clip, clip_state))
         # A microbatch with weight 0 updates neither state. A constant weight is a NumPy array here,

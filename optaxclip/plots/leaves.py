@@ -69,21 +69,20 @@ def heatmap(
 ) -> "Axes":
     """Draws a statistic of leaves, layers or groups over the steps as colors.
 
-    Fractions use the range from 0 to 1, cosines the range from -1 to 1, and all other statistics a
-    logarithmic scale. Red cells are non-finite. If there are more than 40 names, only some of them
-    are shown.
+    The color scale is fixed from 0 to 1 for fractions and from -1 to 1 for cosines, and logarithmic
+    for all other statistics. Red cells are non-finite. At most 40 names are shown.
 
     Args:
       values: float[n, groups], as returned by `monitor.history(state, stat=...)`.
       names: The names of the groups, as returned by `monitor.history_names`.
       steps: The ascending steps of the rows, int[n]. Defaults to 0, 1, ...
-      ax: The axes to use. If None, new axes are created, with a legend for non-finite values.
+      ax: The axes to use. Defaults to new axes, with a legend for non-finite values.
       stat: The name of the statistic, as in `monitor.record`. Defaults to "norm".
 
     Raises:
-      ValueError: If `values` does not have two axes or is empty, if the number of names or steps
-        does not match, or if the statistic is unknown.
-      TypeError: If a value is not a real number, or if rows have different lengths.
+      ValueError: If `values` does not have two axes or is empty, the number of names or steps does
+        not match, or the statistic is unknown.
+      TypeError: If a value is not a real number, or rows have different lengths.
 
     Example:
       >>> from optaxclip import plots
@@ -123,13 +122,13 @@ def heatmap(
     rows = np.arange(found.shape[1])
     colors = colormaps[look.colormap].with_extremes(bad="red")
     mesh = axes.pcolormesh(_cell_edges(x), _cell_edges(rows), shown.T, norm=scale, cmap=colors)
-    mesh.set_rasterized(True)
+    mesh.set_rasterized(True)  # otherwise, vector formats contain a shape per cell
     if names is None:
         axes.set_ylabel("leaf")
     else:
         stride = -(-len(rows) // MAX_LABELS)
         axes.set_yticks(rows[::stride], list(names)[::stride])
-    axes.invert_yaxis()
+    axes.invert_yaxis()  # the first leaf is at the top
     if bad := np.isnan(shown).sum():
         look_of_bad = {"color": "red", "marker": "s", "linestyle": "", "markersize": 9}
         axes.plot([], [], label=f"non-finite ({bad})", **look_of_bad)
@@ -176,21 +175,20 @@ def element_histogram(
     of the row, on a logarithmic scale that starts at a millionth. The label of the axis contains
     the number of non-finite elements and the fraction of zeros.
 
-    Bands above the rows show the ranges of the dtypes. In the pale part of a band, numbers have
-    fewer digits. Elements outside a band would become 0 or infinite. The percentages to the right
-    of a row are the fractions of such elements, in the colors of the dtypes. Bars outside the range
-    of the first dtype are orange and hatched.
+    Bands above the rows show the ranges of the dtypes. The pale part of a band contains subnormal
+    numbers, which have fewer digits. Elements outside a band would become 0 or infinite. The
+    percentages to the right of a row are the fractions of such elements, in the colors of the
+    dtypes. Bars outside the range of the first dtype are orange and hatched.
 
     Args:
       histogram: A histogram from `monitor.histograms`, or its dict of histograms for one row each.
       dtypes: At most 7 floating-point dtypes, for example `(jnp.float16, jnp.float8_e5m2)`.
-      ax: The axes to use. If None, new axes with a legend are created.
+      ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no histograms or no finite non-zero elements, or if there are too
-        many dtypes.
-      TypeError: If `histogram` contains other values than histograms, or if a dtype is not a
-        floating-point dtype.
+      ValueError: If there are no histograms, no finite non-zero elements, or too many dtypes.
+      TypeError: If `histogram` contains a value of another type, or `dtypes` contains a dtype that
+        is not a floating-point dtype.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -217,6 +215,7 @@ def element_histogram(
         )
     bands = _compute_bands(dtypes)
     axes = new_axes(ax)
+    # Ends of bands that are far from all elements would only compress the bars.
     low, high = np.min(ends) - 1, np.max(ends) + 1
     near = [end for band in bands for end in (band.bottom, band.top)]
     near = [end for end in near if low - NEAR_EXPONENTS <= end <= high + NEAR_EXPONENTS]
@@ -268,6 +267,7 @@ def _draw_row(ax: "Axes", row: Histogram, base: int, band: DtypeBand | None) -> 
     """Draws the bars of a row above `base`, in another style outside of the band."""
     counts, edges = row.list_by_exponent()  # [bins], [bins + 1]
     exponents = edges[:-1]
+    # Counts of 0 have no logarithm. Their bars are not drawn below.
     fractions = np.maximum(counts, 1) / max(counts.sum(), 1)
     heights = MAX_BAR_HEIGHT * np.maximum(1 + np.log10(fractions) / DECADES, MIN_BAR_HEIGHT)
     parts = {"entries": (np.ones(len(counts), bool), IN_RANGE_STYLE)}
@@ -281,6 +281,7 @@ def _draw_row(ax: "Axes", row: Histogram, base: int, band: DtypeBand | None) -> 
         shown = part & (counts > 0)
         if shown.any():
             look = {"width": 1.0, "align": "edge", "zorder": 2, **look}
+            # Legends omit labels that start with an underscore, so rows share one label.
             label = "_" if label in known else label
             ax.bar(exponents[shown], heights[shown], bottom=base, label=label, **look)
 
@@ -290,6 +291,7 @@ def _write_lost_fractions(ax: "Axes", rows: list[Histogram], bands: list[DtypeBa
     from matplotlib import rcParams
 
     stride = -(-len(rows) // MAX_LABELS)
+    # Columns are placed to the right of the axes in points, so they do not overlap in any figure.
     look = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points"}
     for number, band in enumerate(bands):
         x = rcParams["font.size"] * (0.4 + 2.7 * number)

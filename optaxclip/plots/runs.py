@@ -33,17 +33,17 @@ NUM_BINS = 50
 def loss_curves(losses: Curves, steps: ArrayLike | None = None, ax: "Axes | None" = None) -> "Axes":
     """Draws the losses of runs over the steps.
 
-    The axis ends slightly above the largest initial loss, because a diverged run would otherwise
-    flatten all other curves. A cross at the top marks the step at which a loss becomes non-finite.
+    The axis ends slightly above the largest initial loss because a diverged run would flatten the
+    curves of all other runs. Crosses at the top mark steps at which a loss becomes non-finite.
 
     Args:
       losses: A dict from run names to losses, float[n].
       steps: The steps of the losses, int[n]. Defaults to 0, 1, ...
-      ax: The axes to use. If None, new axes with a legend are created.
+      ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no runs, if a run has no losses, or if shapes do not match.
-      TypeError: If `losses` is not a dict, or if a loss is not a real number.
+      ValueError: If there are no runs, a run has no losses, or shapes do not match.
+      TypeError: If `losses` is not a dict of real numbers.
 
     Example:
       >>> from optaxclip import plots
@@ -71,19 +71,19 @@ def norm_curves(
 ) -> "Axes":
     """Draws the gradient norms of runs over the steps on a logarithmic axis.
 
-    A cross at the top marks the step at which a norm becomes non-finite.
+    Crosses at the top mark steps at which a norm becomes non-finite.
 
     Args:
       norms: A dict from run names to norms, float[n].
       steps: The steps of the norms, int[n]. Defaults to 0, 1, ...
       threshold: A norm to mark with a horizontal line. For a threshold that changes during
         training, use `norms_over_steps`.
-      ax: The axes to use. If None, new axes with a legend are created.
+      ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no runs, if a run has no norms, or if shapes do not match.
-      TypeError: If `norms` is not a dict, if a norm is not a real number, or if `threshold` is not
-        a real number, for example an array with one threshold per step.
+      ValueError: If there are no runs, a run has no norms, or shapes do not match.
+      TypeError: If `norms` is not a dict of real numbers, or `threshold` is not a real number. For
+        example, it may be an array with one threshold per step.
 
     Example:
       >>> from optaxclip import plots
@@ -114,20 +114,20 @@ def norms_over_steps(
 ) -> "Axes":
     """Draws the norms of one run on a logarithmic axis, and marks norms above a threshold.
 
-    Triangles mark norms above the threshold, and crosses at the top mark non-finite norms. For a
-    suggestion, triangles only mark steps after the warm-up, because the warm-up is not counted.
+    Triangles mark norms above the threshold, and crosses at the top mark non-finite norms. Note
+    that a suggestion does not count the warm-up. Its triangles therefore only mark later steps.
 
     Args:
       norms: The norms before clipping, float[n], or the result of `optaxclip.tuning.suggest`, which
         also contains a threshold.
-      threshold: A threshold, or the thresholds of all steps, float[n]. You can also use a threshold
-        that was not used in the run. Infinite thresholds are not drawn.
+      threshold: A threshold, or the thresholds of all steps, float[n]. It can differ from the
+        threshold that was used in the run. Infinite thresholds are not drawn.
       steps: The steps of the norms, int[n]. Defaults to the steps of the suggestion or 0, 1, ...
-      ax: The axes to use. If None, new axes with a legend are created.
+      ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no norms, if the norms have more than one axis, if shapes do not
-        match, or if `threshold` is used with a suggestion.
+      ValueError: If there are no norms, the norms have more than one axis, shapes do not match, or
+        `threshold` is used with a suggestion.
       TypeError: If a norm is not a real number.
 
     Example:
@@ -148,7 +148,7 @@ def norms_over_steps(
     x, y = check_series(norms, steps, "norms")
     bound = None if threshold is None else np.asarray(threshold, np.float64)
     if suggestion is not None and suggestion.recommendation == "none":
-        bound = None
+        bound = None  # the suggestion is not to clip
     if bound is not None and bound.shape not in ((), y.shape):
         raise ValueError(
             f"threshold must be a scalar or have shape {y.shape} like norms, got {bound.shape}"
@@ -156,6 +156,7 @@ def norms_over_steps(
     axes = new_axes(ax)
     finite = np.isfinite(y)
     axes.set_yscale("log")
+    # Zeros have no position on a logarithmic axis, so they are gaps like non-finite norms.
     shown = np.where(finite & (y > 0), y, np.nan)
     plot_line(axes, x, shown, color="0.55", linewidth=1.0, label="norm")
     if suggestion is not None and (warmup := suggestion.warmup_steps):
@@ -180,12 +181,12 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     """Draws a histogram of the norms after the warm-up, with the suggested threshold.
 
     Spikes, which are much larger than the norms of neighboring steps, have a separate color. Norms
-    above the threshold that are not spikes also have a separate color. They occur if the typical
-    norm changes during training.
+    above the threshold that are not spikes also have a separate color. They can occur when the
+    typical norm changes during training.
 
     Args:
       suggestion: The result of `optaxclip.tuning.suggest`.
-      ax: The axes to use. If None, new axes with a legend are created.
+      ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
       TypeError: If `suggestion` is not a `Suggestion`.
@@ -211,7 +212,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     )
     has_threshold = suggestion.recommendation != "none"
     # Bins have equal widths in the logarithm, and the threshold is one of the edges. The edges are
-    # slightly larger, because a norm equal to the threshold is not above it.
+    # slightly larger because a norm equal to the threshold is not above it.
     center = threshold if has_threshold else suggestion.typical_norm
     low, high = np.log(norms[used].min() / center), np.log(norms[used].max() / center)
     width = (high - low) / NUM_BINS or 0.1
@@ -239,13 +240,13 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     """Draws the final losses of a sweep over thresholds.
 
     Crosses at the top mark diverged runs, in which the final loss is non-finite or above the first
-    loss. The dotted line is the best loss. A bar shows the noise of a loss: if it reaches the
-    dotted line, the loss counts as equal to the best loss. The suggested threshold is the largest
-    threshold with such a loss.
+    loss. The dotted line shows the best loss, and bars show the noise of the losses. A loss with a
+    bar that reaches the dotted line is considered equal to the best loss. The suggested threshold
+    is the largest threshold with such a loss.
 
     Args:
       result: The result of `optaxclip.tuning.sweep`.
-      ax: The axes to use. If None, new axes with a legend are created.
+      ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
       TypeError: If `result` is not a `SweepResult`.
@@ -271,6 +272,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     axes.plot(result.thresholds, losses, "o-", label="final loss", **style)
     if not result.diverged.all():
         good = ~result.diverged
+        # Bars only extend downward because only the distance to the best loss matters.
         noises = np.stack([result.loss_noise[good], np.zeros(good.sum())])  # [2, good]
         look = {"fmt": "none", "ecolor": BLUE, "elinewidth": 1.2, "capsize": 4}
         label = "noise: equivalent to the best if it reaches the line"
@@ -283,7 +285,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
         label = "diverged: non-finite or above the first loss"
         mark_off_scale(axes, result.thresholds[result.diverged], label=label)
     if result.diverged.all():
-        axes.set_yticks([])
+        axes.set_yticks([])  # the default ticks would suggest losses between 0 and 1
     axes.set_ylabel("final loss")
     return finish_axes(axes, "threshold", legend=ax is None)
 
@@ -330,6 +332,7 @@ def _mark_nonfinite(ax: "Axes", x: Numbers, y: Numbers, line: "Line2D") -> None:
     from matplotlib.patches import ConnectionPatch
 
     bad = ~np.isfinite(y)
+    # Only the first of several consecutive non-finite values is marked.
     firsts = np.flatnonzero(bad & ~np.append(False, bad[:-1]))
     look = {"color": line.get_color(), "zorder": line.get_zorder()}
     if len(firsts):

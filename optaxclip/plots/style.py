@@ -39,6 +39,7 @@ def new_axes(ax: "Axes | None") -> "Axes":
     """Returns `ax`, or new axes if it is None."""
     if ax is not None:
         return ax
+    # Matplotlib is an optional dependency, so it is only imported when a plot is drawn.
     with require_matplotlib():
         from matplotlib import pyplot as plt
     return plt.subplots(layout="constrained")[1]
@@ -47,7 +48,7 @@ def new_axes(ax: "Axes | None") -> "Axes":
 def check_series(values: ArrayLike, steps: ArrayLike | None, name: str) -> tuple[Numbers, Numbers]:
     """Returns the steps and the values of a line, `[n]`. Messages refer to the values by `name`."""
     try:
-        y = np.asarray(values, np.float64)
+        y = np.asarray(values, np.float64)  # [n]
     except (TypeError, ValueError) as error:
         message = f"{name} must be real numbers in one axis, got {short_repr(values)}"
         raise TypeError(message) from error
@@ -96,6 +97,7 @@ def use_plain_ticks(axis: "Axis") -> None:
     """Labels a logarithmic axis with numbers such as 0.5, also between powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    # Matplotlib's default is 10^k at powers of ten only, which is clearer for extreme ranges.
     low, high = axis.get_view_interval()
     if not 1e-4 < low < high < 1e6:
         return
@@ -120,10 +122,11 @@ def mark_off_scale(ax: "Axes", x: ArrayLike, **look: Any) -> None:
     from matplotlib.transforms import Bbox, TransformedBbox
 
     look = {"color": "black", "markeredgecolor": "white", "markersize": 9, "zorder": 4, **look}
+    # The transform uses data coordinates for `x` and fractions of the axes for the height.
     ones = np.ones(np.shape(x))
     (crosses,) = ax.plot(x, ones, "X", transform=ax.get_xaxis_transform(), **look)
-    # The clip box is larger than the axes, because the edge would cut crosses in half. Crosses far
-    # outside are clipped, because a constrained layout would shrink the axes to show them.
+    # The clip box is larger than the axes because the edge would cut crosses in half. However,
+    # crosses far outside are clipped because a constrained layout would shrink the axes for them.
     crosses.set_clip_box(TransformedBbox(Bbox([[-0.05, 0.0], [1.05, 1.1]]), ax.transAxes))
 
 
@@ -140,6 +143,7 @@ def legend_below(ax: "Axes") -> None:
     for rows in range(math.ceil(labels / MAX_LEGEND_COLUMNS), labels + 1):
         columns = math.ceil(labels / rows)
         legend = ax.legend(frameon=False, ncols=columns, **look)
+        # The width of a legend is only known after it was made.
         if columns == 1 or legend.get_window_extent().width <= ax.figure.bbox.width:
             return
         legend.remove()
