@@ -78,14 +78,16 @@ TYPE_ERRORS = {
         W, X, has_aux=True
     ),
     "pass has_aux=True": lambda: called(W, X, loss_fn=lambda w, x: (loss_fn(w, x), 1)),
-    r"weight must accept 2 arguments from batch_argnums, got the error .* weight\(tok": lambda: (
-        weighted(lambda x: x.sum())
+    r"weight must accept the batch arguments, got the error .* weight\(tok": lambda: weighted(
+        lambda x: x.sum()
     ),
-    r"must accept 2 arguments .* weight\(tok": lambda: weighted(lambda *, mask: mask.sum()),
-    r"must accept 1 arguments .* weight\(tok": lambda: weighted(lambda x, y: x.sum() + y.sum(), 1),
-    r"weight must accept 2 arguments from .*; use for example weight\(": lambda: weighted(
-        lambda: 1.0
+    r"must accept the batch .* for 2 of them; use for example weight\(tok": lambda: weighted(
+        lambda *, mask: mask.sum()
     ),
+    r"must accept the batch .* for 1 of them; use .* weight\(tok": lambda: weighted(
+        lambda x, y: x.sum() + y.sum(), 1
+    ),
+    r"weight must accept the batch arguments, .* for 2 of them; use": lambda: weighted(lambda: 1.0),
     "^threshold must be a number or scalar array, got <function .* "
     "per_example_clip_and_aggregate": lambda: clip_sum(lambda count: 1.0),
     r"^threshold must be a number or scalar array, got "

@@ -138,8 +138,8 @@ class MicrobatchLoss:
                 inspect.signature(self.weight).bind(*microbatch)
             except TypeError as error:
                 raise TypeError(
-                    f"weight must accept {len(microbatch)} arguments from batch_argnums, got the "
-                    f"error '{error}'; use for example weight(tokens, mask) with "
+                    f"weight must accept the batch arguments, got the error '{error}' for "
+                    f"{len(microbatch)} of them; use for example weight(tokens, mask) with "
                     "batch_argnums=(1, 2)"
                 ) from None
             except ValueError:  # some built-in functions have no signature
@@ -229,8 +229,8 @@ class MicrobatchProcessor:
         cls, clip: Any, reject_rule: Any, compute_norms: bool, sharding: DataSharding
     ) -> "MicrobatchProcessor":
         """Checks the arguments of the user."""
-        has_judge = clip is not None or reject_rule is not None
-        if not check_bool(compute_norms, "compute_norms") and has_judge:
+        needs_norms = clip is not None or reject_rule is not None
+        if not check_bool(compute_norms, "compute_norms") and needs_norms:
             raise ValueError(
                 f"clip and reject_rule must be None with compute_norms=False, got {clip!r:.60} and "
                 f"{reject_rule!r:.60}"
@@ -350,6 +350,7 @@ def _check_reject_rule(reject_rule: Any) -> ThresholdRule | None:
     rule = check_threshold(reject_rule, "reject_rule")
     if isinstance(rule, dict):
         raise TypeError(
-            f"reject_rule must be one rule for the norm of the whole gradient, got {rule!r:.80}"
+            "reject_rule must be one rule for the norm of the whole gradient, got "
+            f"{reject_rule!r:.80}"
         )
     return rule.as_pytree()
