@@ -148,19 +148,12 @@ def _cell_edges(x: Numbers) -> Numbers:
 
 
 class DtypeBand(NamedTuple):
-    """The range of a floating-point dtype, as exponents of two.
-
-    Attributes:
-      name: The name of the dtype.
-      bottom: The exponent of half the smallest number. Smaller values are rounded to 0.
-      full: The exponent of the smallest normal number.
-      top: The exponent of the power of two above the largest number.
-    """
+    """The name of a floating-point dtype, and its range as exponents of two."""
 
     name: str
-    bottom: int
-    full: int
-    top: int
+    bottom: int  # of half the smallest number, below which values are rounded to 0
+    full: int  # of the smallest normal number
+    top: int  # of the power of two above the largest number
 
 
 def element_histogram(
