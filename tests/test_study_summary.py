@@ -265,7 +265,7 @@ def test_evidence_page_contains_figures_of_runs(written):
         re.MULTILINE,
     )
     assert re.search(r"^\| \[digits, sgd\].* \| 30 \| 0\.01, ", text, re.MULTILINE)
-    assert "**In clean runs**" in text  # what is written by hand stays
+    assert "**Clean runs.**" in text  # handwritten text stays
 
 
 def test_figures_page_fills_tables_by_heading(written):
