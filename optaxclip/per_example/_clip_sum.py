@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 import optaxclip.scopes as scopes
 from optaxclip._backend.leaf_shardings import check_examples_unsharded
@@ -126,7 +127,12 @@ class ExampleClip(NamedTuple):
         grouping, thresholds, _ = self.compute_thresholds(one)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
         return compute_clipped_sums(
-            arrays, thresholds, is_padding, grouping=grouping, response=self.response
+            arrays,
+            thresholds,
+            is_padding,
+            grouping=grouping,
+            response=self.response,
+            are_inputs=not any(isinstance(array, Tracer) for array in arrays),
         )
 
 

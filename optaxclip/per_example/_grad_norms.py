@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -12,11 +11,12 @@ from jax import Array
 
 import optaxclip._backend.meshes as meshes
 import optaxclip.scopes as scopes
+from optaxclip._base.trees import Grouping
 from optaxclip._base.types import PyTree
 from optaxclip._base.validation import check_bool, check_choice, check_int, validate_call
 from optaxclip._loss_arguments import LossArguments, check_argnums
-from optaxclip.per_example._batched_clip import ClippedSums
-from optaxclip.per_example._clip_sum import ExampleClip, padding_flags
+from optaxclip.per_example._batched_clip import ClippedSums, compute_example_norms
+from optaxclip.per_example._clip_sum import padding_flags
 from optaxclip.per_example._clipped_grad import Method
 from optaxclip.per_example._example_loss import (
     ExampleLoss,
@@ -57,7 +57,7 @@ class GradNorms:
             size = plan.microbatch_size(loss.examples) if size is None else size
             step = functools.partial(compute_norms, plan, loss, measured, grouping)
         else:
-            step = functools.partial(_microbatch_norms, loss, measured, self.scope)
+            step = functools.partial(_microbatch_norms, loss, measured, grouping)
         zeros = meshes.pvary_like(batch, RunningSums.empty())
         if mixes_examples(program.jaxpr):
             step = retry_separately(step, zeros)
@@ -161,16 +161,14 @@ def grad_norms(
 
 
 def _microbatch_norms(
-    loss: ExampleLoss, measured: list[Any], scope: Scope, batch: tuple[Any, Array]
+    loss: ExampleLoss, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Computes the norms, the losses and aux of a microbatch from its gradients."""
     examples, is_padding = batch  # [size, ...], bool[size]
     grad_fn = jax.value_and_grad(loss, has_aux=loss.has_aux)
     value, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
-    unbounded = ExampleClip.create(math.inf, scope, "clip", "uniform")
-    # The unused sums are removed by the compiler, and the norms remain.
-    sums = unbounded.sums(leaves, loss.params, is_padding)
-    return ClippedSums(*RunningSums.empty(), sums.norms), *loss.split(value)
+    norms = compute_example_norms(leaves, is_padding, grouping=grouping)  # f32[size, ...]
+    return ClippedSums(*RunningSums.empty(), norms), *loss.split(value)
 
 
 def explain(
