@@ -72,12 +72,12 @@ class ClippedGrad:
             plan = GhostNormPlan.create(program, output, len(measured))
             size = plan.microbatch_size(loss.examples) if size is None else size
             groups = (grouping, thresholds, self.clip.response)
-            step = functools.partial(compute_clipped_sums, plan, loss, measured, *groups)
+            step = functools.partial(compute_clipped_sums, plan, measured, *groups)
         else:
             step = functools.partial(_clip_microbatch, self, loss, measured, one, is_mixing)
         zeros = meshes.pvary_like(batch, RunningSums.zeros(one, grouping))
         if is_mixing:
-            step = retry_separately(step, zeros)
+            step = functools.partial(retry_separately, step, zeros)
         sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, zeros)
         result = result_of(sums, one.replace_with_float0().unflatten(sums.leaves))
         return result._replace(losses=losses, aux=aux, bound=bound)
@@ -113,7 +113,7 @@ class ClippedGrad:
         if self.transform is None:
             return params
         zeros = [jnp.zeros_like(leaf) for leaf in params.inexact_leaves()]
-        transformed = self.transform(_unflatten_gradient(params, zeros))
+        transformed = self.transform(params.replace_with_float0().unflatten(zeros))
         return flatten(transformed, _TRANSFORMED)
 
 
@@ -249,22 +249,19 @@ def _clip_microbatch(
     examples, is_padding = batch  # [size, ...], bool[size]
 
     def grad_of_example(measured: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        value, leaves = jax.value_and_grad(loss, has_aux=loss.has_aux)(measured, example)
+        results, leaves = jax.value_and_grad(loss, has_aux=True)(measured, example)
         if grad_fn.transform is not None:
-            transformed = grad_fn.transform(_unflatten_gradient(loss.params, leaves))
+            # The gradient has the structure of `jax.grad`.
+            gradient = loss.params.replace_with_float0().unflatten(leaves)
+            transformed = grad_fn.transform(gradient)
             is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
             leaves = flatten(transformed, _TRANSFORMED).inexact_leaves()
             if is_mixing and is_padding.size > 1:
                 # A transform that replaces NaN would hide NaN from other examples.
                 is_known = functools.reduce(jnp.logical_and, is_finite, jnp.ones((), bool))
                 leaves = [jnp.where(is_known, leaf, jnp.nan) for leaf in leaves]
-        return value, leaves
+        return results, leaves
 
     # [size], [size, ...]
-    value, leaves = jax.vmap(grad_of_example, in_axes=(None, 0))(measured, examples)
-    return grad_fn.clip.sums(leaves, one, is_padding), *loss.split(value)
-
-
-def _unflatten_gradient(params: FlatTree, leaves: list[Any]) -> PyTree:
-    """Returns a gradient with the structure of `jax.grad`."""
-    return params.replace_with_float0().unflatten(leaves)
+    results, leaves = jax.vmap(grad_of_example, in_axes=(None, 0))(measured, examples)
+    return grad_fn.clip.sums(leaves, one, is_padding), *results

@@ -5,6 +5,7 @@ program for operations in which `vmap` mixes examples. `scan_microbatches` adds 
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -52,11 +53,7 @@ class ExampleLoss:
 
     @classmethod
     def create(
-        cls,
-        loss_fn: Callable[..., Any],
-        has_aux: bool,
-        roles: LossArguments,
-        keywords: dict[str, Any],
+        cls, loss_fn: Callable[..., Any], has_aux: bool, roles: LossArguments, keywords: Any
     ) -> "ExampleLoss":
         """Flattens and checks the parameters of a call."""
         return cls(loss_fn, has_aux, roles, keywords, flatten_params(roles.params))
@@ -66,32 +63,25 @@ class ExampleLoss:
         """The number of examples."""
         return get_batch_size(flatten(self.roles.batch, "the batch"), "the batch")
 
-    def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> Any:
-        """Returns the scalar loss of one example, or a pair with aux."""
+    def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> tuple[Array, PyTree]:
+        """Returns the loss of one example, `[]`, and aux, which may be None."""
         args = self.roles.merge(self.params.unflatten(measured), example)
         value, aux = loss_and_aux(
             self.loss_fn, args, self.keywords, has_aux=self.has_aux, description=_SCALAR_LOSS
         )
         _warn_of_batch_statistics(aux)
-        return (value, aux) if self.has_aux else value
-
-    def split(self, result: Any) -> tuple[Any, PyTree]:
-        """Splits the results for all examples into losses and aux."""
-        return result if self.has_aux else (result, None)
+        return value, aux
 
     def local_params(self, batch: PyTree, specs: PyTree) -> list[Any]:
-        """Returns parameters that vary like the batch, and checks that they are unsharded.
-
-        Devices then have the gradients of their own examples.
-        """
+        """Checks that the parameters are unsharded, and returns them with the type of the batch."""
+        # With this type, devices have the gradients of their own examples.
         check_examples_unsharded(self.params, specs, of_examples=False, remedy=_HINT)
         return meshes.pvary_like(batch, self.params.inexact_leaves())
 
     def program(self, measured: list[Any]) -> tuple[Any, Any]:
-        """Traces the program of the parameters and one example, and the types of its output.
+        """Traces the loss, and checks that an example does not depend on other examples.
 
-        Raises:
-          ValueError: If an example depends on other examples.
+        Returns the program of the parameters and one example, and the types of its output.
         """
         traced, trace = [], jax.make_jaxpr(self, return_shape=True)
         # `vmap` gives the example the type that it has in the actual call.
@@ -115,14 +105,14 @@ class ExampleLoss:
 
 def _warn_of_batch_statistics(aux: PyTree) -> None:
     """Warns if aux contains running statistics of Flax or Haiku, according to their names."""
-    pairs = jax.tree_util.tree_leaves_with_path(
-        aux, is_leaf=lambda x: type(x).__name__ == "BatchStat"
-    )
-    for path, leaf in pairs:
+
+    def is_nnx_statistic(x: Any) -> bool:
+        # In NNX, the name is in the class of a variable instead of its path.
+        return type(x).__name__ == "BatchStat"
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_nnx_statistic):
         name = jax.tree_util.keystr(path)
-        # In NNX, the class of a variable has the name, not its path.
-        is_nnx_statistic = type(leaf).__name__ == "BatchStat"
-        if is_nnx_statistic or re.search("batch_stats|batch_norm.*_ema", name):
+        if is_nnx_statistic(leaf) or re.search("batch_stats|batch_norm.*_ema", name):
             warn(
                 f"loss_fn returns running statistics of a BatchNorm, {name}. In a batch of one "
                 "example, the output of a BatchNorm is its bias for all examples, so the model "
@@ -157,12 +147,7 @@ def mixes_examples(program: Any) -> bool:
 def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
     """Checks that random bits of an example do not depend on the key of another example.
 
-    Args:
-      program: The program of one example.
-      depends: The inputs that depend on the example.
-
-    Returns:
-      The outputs that depend on the example.
+    `depends` are flags of the inputs that depend on the example. Returns flags of the outputs.
     """
     dependent = {v for v, flag in zip(program.invars, depends, strict=True) if flag}
 
@@ -231,7 +216,7 @@ class RunningSums(NamedTuple):
 
     @classmethod
     def empty(cls) -> "RunningSums":
-        """Returns sums for a batch of which only the norms are used."""
+        """Returns sums for batches of which only the norms are used."""
         zero = jnp.zeros((), jnp.int32)
         return cls([], zero, zero, zero)
 
@@ -252,20 +237,11 @@ Step = Callable[..., tuple[ClippedSums, Array, PyTree]]
 
 
 def scan_microbatches(
-    step: Step,
-    batch: PyTree,
-    examples: int,
-    size: int | None,
-    zeros: RunningSums,
+    step: Step, batch: PyTree, examples: int, size: int | None, zeros: RunningSums
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Sums a batch `[examples, ...]`, and returns losses and aux in the order of the batch.
 
-    Args:
-      step: The function of a microbatch.
-      batch: The batch.
-      examples: The number of examples.
-      size: The number of examples in a microbatch. If None, all examples.
-      zeros: The initial sums.
+    A microbatch has `size` examples. If it is None, it has all examples.
     """
     size = min(size or examples, examples)
     if size == examples:
@@ -282,7 +258,7 @@ def scan_microbatches(
     # [count, size, ...] -> [count * size, ...]
     ordered = jax.tree.map(restore_batch_order, stacked)
     if rest:
-        last = jax.tree.map(lambda x: remainder(jnp.asarray(x), rest), batch)  # [rest, ...]
+        last = jax.tree.map(functools.partial(remainder, rest=rest), batch)  # [rest, ...]
         sums, losses, aux = step(last)
         running = jax.tree.map(jnp.add, running, RunningSums(*sums[:-1]))
         # [count * size, ...], [rest, ...] -> [examples, ...]
@@ -291,35 +267,34 @@ def scan_microbatches(
     return ClippedSums(norms=norms, **running._asdict()), losses, aux
 
 
-def retry_separately(step: Step, zeros: RunningSums) -> Step:
-    """Wraps a step to process the examples separately if this makes more examples finite.
+def retry_separately(
+    step: Step, zeros: RunningSums, batch: tuple[PyTree, Array]
+) -> tuple[ClippedSums, Array, PyTree]:
+    """Runs a step, and processes the examples separately if this makes more examples finite.
 
     In some convolutions, XLA multiplies elements of an example by zeros of other examples (as of
     JAX 0.10.2), so a non-finite example could drop all examples. If only the non-finite examples
     are dropped, the first results are used unchanged, because separate examples may be rounded
     differently.
     """
+    examples, together = batch[1].size, step(batch)
+    if static_size_or_none(examples) in (0, 1):
+        return together
+    are_finite = _are_finite(lax.stop_gradient(together[0].norms), examples)  # bool[examples]
 
-    def run(batch: tuple[PyTree, Array]) -> tuple[ClippedSums, Array, PyTree]:
-        examples, together = batch[1].size, step(batch)
-        if static_size_or_none(examples) in (0, 1):
-            return together
-        are_finite = _are_finite(lax.stop_gradient(together[0].norms), examples)  # bool[examples]
+    def run_separately() -> tuple[ClippedSums, Array, PyTree]:
+        separate = scan_microbatches(step, batch, examples, 1, zeros)
+        separate = meshes.retyped_like(together, separate)
+        helps = jnp.any(_are_finite(separate[0].norms, examples) & ~are_finite)  # bool[]
+        selected = jax.tree.map(functools.partial(jnp.where, helps), separate, together)
+        return meshes.pvary_like(batch, selected)
 
-        def run_separately() -> tuple[ClippedSums, Array, PyTree]:
-            separate = scan_microbatches(step, batch, examples, 1, zeros)
-            separate = meshes.retyped_like(together, separate)
-            helps = jnp.any(_are_finite(separate[0].norms, examples) & ~are_finite)  # bool[]
-            selected = jax.tree.map(lambda x, y: jnp.where(helps, x, y), separate, together)
-            return meshes.pvary_like(batch, selected)
-
-        return lax.cond(
-            _any_batched(~jnp.all(are_finite)),
-            run_separately,
-            lambda: meshes.pvary_like(batch, together),
-        )
-
-    return run
+    return lax.cond(
+        # The examples are only processed again if necessary, because this takes much longer.
+        _any_batched(~jnp.all(are_finite)),
+        run_separately,
+        functools.partial(meshes.pvary_like, batch, together),
+    )
 
 
 def _are_finite(norms: NormTree, examples: int) -> Array:
@@ -333,10 +308,8 @@ def _are_finite(norms: NormTree, examples: int) -> Array:
 
 @jax.custom_batching.custom_vmap
 def _any_batched(flag: Array) -> Array:
-    """Returns the flag, or under `vmap`, `True` if any flag is set.
-
-    With a batched flag, `lax.cond` would always run both branches.
-    """
+    """Returns the flag, or under `vmap`, `True` if any flag is set."""
+    # With a batched flag, `lax.cond` would always run both branches (as of JAX 0.10.2).
     return flag
 
 

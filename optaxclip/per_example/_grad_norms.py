@@ -55,12 +55,12 @@ class GradNorms:
             check_scope(grouping, loss.params)
             plan = GhostNormPlan.create(program, output, len(measured))
             size = plan.microbatch_size(loss.examples) if size is None else size
-            step = functools.partial(compute_norms, plan, loss, measured, grouping)
+            step = functools.partial(compute_norms, plan, measured, grouping)
         else:
             step = functools.partial(_microbatch_norms, loss, measured, grouping)
         zeros = meshes.pvary_like(batch, RunningSums.empty())
         if mixes_examples(program.jaxpr):
-            step = retry_separately(step, zeros)
+            step = functools.partial(retry_separately, step, zeros)
         sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, zeros)
         return (sums.norms, losses, aux) if self.has_aux else (sums.norms, losses)
 
@@ -165,10 +165,10 @@ def _microbatch_norms(
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Computes the norms, the losses and aux of a microbatch from its gradients."""
     examples, is_padding = batch  # [size, ...], bool[size]
-    grad_fn = jax.value_and_grad(loss, has_aux=loss.has_aux)
-    value, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
+    grad_fn = jax.value_and_grad(loss, has_aux=True)
+    results, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
     norms = compute_example_norms(leaves, is_padding, grouping=grouping)  # f32[size, ...]
-    return ClippedSums(*RunningSums.empty(), norms), *loss.split(value)
+    return ClippedSums(*RunningSums.empty(), norms), *results
 
 
 def explain(

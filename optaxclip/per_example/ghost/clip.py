@@ -30,7 +30,7 @@ from optaxclip.per_example._batched_clip import (
     sum_dtype,
     sums_specs,
 )
-from optaxclip.per_example._example_loss import ExampleLoss, RunningSums
+from optaxclip.per_example._example_loss import RunningSums
 from optaxclip.per_example.ghost.norms import Estimate, bound_norms
 from optaxclip.per_example.ghost.plan import GhostNormPlan, add_direct_gradients, differentiate
 from optaxclip.per_example.ghost.sites import BackpropResult
@@ -53,23 +53,15 @@ def check_scope(grouping: Grouping, one: FlatTree) -> None:
 
 def compute_clipped_sums(
     plan: GhostNormPlan,
-    loss: ExampleLoss,
     measured: list[Any],
     grouping: Grouping,
     thresholds: list[Array],
     response: Response,
     batch: tuple[Any, Array],
 ) -> tuple[ClippedSums, Array, PyTree]:
-    """Computes the clipped sums, the losses and aux of a microbatch.
+    """Computes the clipped sums, the losses and aux of a microbatch and its flags of padding.
 
-    Args:
-      plan: The plan.
-      loss: The loss.
-      measured: The parameters.
-      grouping: The groups of one example.
-      thresholds: The thresholds of the groups.
-      response: The response to a norm above its threshold.
-      batch: The examples, and flags of padding.
+    `measured` are the parameters, and `thresholds` those of the groups of one example.
     """
     examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
@@ -82,15 +74,11 @@ def compute_clipped_sums(
 
     on_mesh = global_view(out_like=lambda *_: sums_specs(examples, measured), compiled=False)
     sums = on_mesh(clip_batch)(backward, thresholds, is_padding)
-    return sums, *loss.split(backward.outputs)
+    return sums, *backward.outputs
 
 
 def compute_norms(
-    plan: GhostNormPlan,
-    loss: ExampleLoss,
-    measured: list[Any],
-    grouping: Grouping,
-    batch: tuple[Any, Array],
+    plan: GhostNormPlan, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Computes the norms, the losses and aux of a microbatch."""
     examples, is_padding = batch  # [size, ...], bool[size]
@@ -100,14 +88,14 @@ def compute_norms(
         norms = Norms.create(plan, backward, grouping, is_padding)
         upper = norms.upper
         if norms.needs_exact:
-            upper = lax.cond(
-                jnp.any(norms.any_needs_exact), norms.recompute_exact, lambda: norms.upper
-            )
+            # Exact norms take much longer, and ordinary examples never need them.
+            is_any = jnp.any(norms.any_needs_exact)
+            upper = lax.cond(is_any, norms.recompute_exact, lambda: norms.upper)
         arranged = arrange_example_norms([own.norm for own in upper], is_padding, grouping)
         return ClippedSums(*RunningSums.empty(), arranged)
 
     on_mesh = global_view(out_like=lambda *_: sums_specs(examples, []), compiled=False)
-    return on_mesh(bound_batch)(backward, is_padding), *loss.split(backward.outputs)
+    return on_mesh(bound_batch)(backward, is_padding), *backward.outputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -225,15 +213,14 @@ class Norms:
         for (i, k), flag in self.needs_exact.items():
             term, cheap = self.plan.parts[i][k], self.estimates[i, k]
             data_max, cotangent_max = term.max_moduli(self.backward)  # [examples]
-            # Zero and non-finite gradients are excluded, because they would not change the norm but
-            # be computed for all examples.
+            # Zero and non-finite gradients are excluded. They would not change the norm, but the
+            # exact norms of all examples would be computed.
             is_finite = jnp.isfinite(data_max) & jnp.isfinite(cotangent_max)
             is_selected = flag & is_finite & (cotangent_max > 0)  # bool[examples]
             exact = lax.cond(
                 jnp.any(is_selected),
-                lambda _, term=term: term.estimate(self.backward, dtype, exact=True),
-                lambda cheap: cheap,
-                cheap,
+                functools.partial(term.estimate, self.backward, dtype, exact=True),
+                lambda cheap=cheap: cheap,
             )
             known = [jnp.where(cotangent_max == 0, 0, x) for x in cheap]
             rows = zip(exact, known, strict=True)
@@ -301,7 +288,7 @@ def _bound_group(
 
 
 def _bound_term(plan: GhostNormPlan, key: Key, estimate: Estimate) -> Array:
-    """Returns an upper bound `[examples]` on a norm that allows for the rounding of the sum."""
+    """Bounds the norm `[examples]` of a term, and adds the rounding error of its clipped sum."""
     i, k = key
     if i in plan.materialized or i in plan.direct:
         return estimate.bound

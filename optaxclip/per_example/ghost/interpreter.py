@@ -28,13 +28,10 @@ class ReshapeOp(NamedTuple):
 
     def apply(self, x: Array) -> Array:
         """Moves elements of an array `[*sliced loops, ...]`."""
-
-        def apply_reshape(x: Array) -> Array:
-            return primitives.move(self.eqn, x)[self.output]
-
+        fn = functools.partial(primitives.move, self.eqn)
         for _ in range(self.depth):
-            apply_reshape = jax.vmap(apply_reshape)
-        return apply_reshape(x)
+            fn = jax.vmap(fn)
+        return fn(x)[self.output]
 
 
 class Interval(NamedTuple):
@@ -70,15 +67,15 @@ class ParamSlice:
 
     def follow_reshape(self, eqn: Any, output: int) -> "ParamSlice | None":
         """Returns the reference of an output, or None if its elements cannot be followed."""
-        if primitives.name_of(eqn) in primitives.IDENTITY_PRIMITIVES:
+        if eqn.primitive.name in primitives.IDENTITY_PRIMITIVES:
             return self
         interval = self.interval
         if interval is not None:
             # The interval of a concatenation can only be followed through a transpose.
-            axis = primitives.transpose_axis(eqn, interval.axis)
-            if axis is None:
+            permutation = primitives.permutation(eqn)
+            if permutation is None:
                 return None
-            interval = interval._replace(axis=axis)
+            interval = interval._replace(axis=permutation.index(interval.axis))
         moves = (*self.moves, ReshapeOp(sum(self.loops), eqn, output))
         return dataclasses.replace(self, moves=moves, interval=interval)
 
@@ -220,17 +217,16 @@ class ParamTracker:
         self, eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
     ) -> tuple[Step | None, list[References]]:
         """Returns the step of an equation with parameters, and the references of its outputs."""
-        name, no_references = primitives.name_of(eqn), [()] * len(eqn.outvars)
+        name, no_references = eqn.primitive.name, [()] * len(eqn.outvars)
         if primitives.is_reshape_like(eqn):
             rows = [
                 [ref.follow_reshape(eqn, i) for ref in refs[0]] for i in range(len(eqn.outvars))
             ]
             return None, [self._propagate(refs[0], row, name) for row in rows]
         if name == primitives.CONCATENATE:
-            axis, starts = primitives.concatenate_offsets(eqn)
-            sizes = (v.aval.shape[axis] for v in eqn.invars)
-            rows = zip(refs, starts, sizes, strict=True)
-            intervals = [(ref, Interval(axis, *row)) for held, *row in rows for ref in held]
+            axis, pieces = primitives.concatenated_intervals(eqn)
+            rows = zip(refs, pieces, strict=True)
+            intervals = [(ref, Interval(axis, *piece)) for held, piece in rows for ref in held]
             # References in nested concatenations are not followed.
             new_refs = [
                 None if ref.interval else dataclasses.replace(ref, interval=interval)
@@ -361,9 +357,9 @@ def _evaluate_inner(
     eqn: Any, program: Program, values: list[Any], taps: Sequence[Array]
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates a program inside a call, a checkpoint or a scan."""
-    if primitives.name_of(eqn) in primitives.CALLS:
+    if eqn.primitive.name in primitives.CALLS:
         return evaluate(program, values, taps)
-    if primitives.name_of(eqn) in primitives.CHECKPOINTS:
+    if eqn.primitive.name in primitives.CHECKPOINTS:
         fn = functools.partial(evaluate, program)
         return primitives.rebind_checkpoint(eqn, fn)(values, list(taps))
     loop = Loop.create(eqn)

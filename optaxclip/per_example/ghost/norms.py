@@ -78,23 +78,19 @@ class NormTerm:
         "rows" for an embedding table, or "tied" for a table that is also a factor of products.
       uses: The uses, with a flag that is True if data and cotangents are swapped.
       sizes: The sizes in the common form, with the positions of all uses.
-      pieces: The numbers of pieces of the inner products of data and of cotangents.
     """
 
     method: NormMethod
     uses: tuple[tuple[ParamUse, bool], ...]
     sizes: Sizes
-    pieces: tuple[int, int] = (1, 1)
 
     def estimate(self, backward: BackpropResult, dtype: Any, *, exact: bool = False) -> Estimate:
         """Estimates the norms. If `exact`, uses gradients, which lose no digits."""
         methods = {"vectors": self._estimate_vectors, "rows": self._estimate_rows}
         methods |= {"gram": self._estimate_gram, "tied": self._estimate_gram}
-        compute = (
-            self._estimate_gradients
-            if exact
-            else methods.get(self.method, self._estimate_gradients)
-        )
+        compute = self._estimate_gradients
+        if not exact:
+            compute = methods.get(self.method, compute)
         pairs = [use.operands(backward) for use, _ in self.uses]
         axes = [len(use.loops) for use, _ in self.uses]
         # [*loops, examples, ...] -> [examples, *loops, ...]
@@ -172,7 +168,8 @@ class NormTerm:
         elif self.method == "rows":
             count += positions * (outputs + min(positions, MAX_ONE_HOT_POSITIONS))
         elif self.method in ("gram", "tied"):
-            count += sum(self.pieces) * positions**2
+            pieces = map(rounding_bounds.pieces_of_inner, (inputs, outputs))
+            count += sum(pieces) * positions**2
         return groups * count * itemsize
 
     def _estimate_vectors(self, forms: list[Any], dtype: Any) -> Estimate:
@@ -190,15 +187,15 @@ class NormTerm:
         x, d = _join_forms(products)  # [B, G, T, K], [B, G, T, N]
         groups, positions, *sizes = self.sizes
         chex.assert_shape([x, d], (None, groups, None, None))
+        pieces = [*map(rounding_bounds.pieces_of_inner, sizes)]
         unit = rounding_bounds.unit_roundoff(dtype, _are_half(x, d))
         g = functools.partial(rounding_bounds.relative_error, unit=unit)
         inner_errors = [
-            g(rounding_bounds.additions(size, n))
-            for size, n in zip(sizes, self.pieces, strict=True)
+            g(rounding_bounds.additions(size, n)) for size, n in zip(sizes, pieces, strict=True)
         ]
         is_sliced = any(any(use.loops) for use, _ in self.uses)
         grams = [  # [B, G, T, T]
-            _compute_gram(v, n, dtype, is_sliced) for v, n in zip((x, d), self.pieces, strict=True)
+            _compute_gram(v, n, dtype, is_sliced) for v, n in zip((x, d), pieces, strict=True)
         ]
         data_norms, cotangent_norms = (  # [B, G, T]
             jnp.sqrt(jnp.diagonal(gram, 0, -2, -1) + size * jnp.finfo(dtype).tiny) * (1 + error)
@@ -271,17 +268,10 @@ def _compute_table_terms(
 ) -> tuple[Array, Array, Array]:
     """Computes the terms of the rows of a table that is also a factor of products.
 
-    Args:
-      x: The data of the products, `[B, 1, T, K]`.
-      d: The cotangents of the products, `[B, 1, T, N]`.
-      cotangent_norms: The norms of `d`, `[B, 1, T]`.
-      table: The indices `[B, 1, S]` and the cotangents `[B, 1, S, N]` of the rows.
-      unit: The unit roundoff.
-
-    Returns:
-      Terms of the sums of norms, `[B, 1]`, of the squared norms, `[B]`, and of their errors, `[B]`.
+    The data `x` and the cotangents `d` are those of the products. Returns terms of the sums of
+    norms, `[B, 1]`, of the squared norms, `[B]`, and of their errors, `[B]`.
     """
-    (ids, rows), dtype = table, cotangent_norms.dtype
+    (ids, rows), dtype = table, cotangent_norms.dtype  # i32[B, 1, S], [B, 1, S, N]
     row_norms = bound_norms(rows, (3,), dtype)  # [B, 1, S]
     summed, by_row = _sum_by_row(ids, rows, dtype)  # [B, 1, S, N], [B, 1, S]
     # The data of the products at the rows of the table, [B, 1, T, S].
@@ -444,6 +434,6 @@ def _map_in_chunks(fn: Callable[[Any], Any], number: int, operands: Any) -> Any:
     # [count, size, ...] -> [count * size, ...]
     results = jax.tree.map(restore_batch_order, stacked)
     if rest:
-        last = jax.tree.map(lambda x: remainder(x, rest), operands)
+        last = jax.tree.map(functools.partial(remainder, rest=rest), operands)
         results = jax.tree.map(concatenate_examples, results, fn(last))
     return results

@@ -15,7 +15,6 @@ from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
 import optaxclip.per_example.ghost.primitives as primitives
-import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.numerics import norm_dtype, static_size_or_none
 from optaxclip.per_example.ghost.interpreter import ParamSlice, ParamTracker, Program, evaluate
@@ -148,7 +147,7 @@ def _make_tied_term(by_layout: dict[Layout, list[tuple[ParamUse, bool]]]) -> Nor
     positions = sizes.positions + sum(sites.sizes_of(use).positions for use, _ in gathers)
     sizes = sizes._replace(positions=positions)
     method = "tied" if _is_gram_cheaper(sizes) else "chunks"
-    return NormTerm(method, (*products, *gathers), sizes, _gram_pieces(sizes))
+    return NormTerm(method, (*products, *gathers), sizes)
 
 
 def _make_term(uses: list[tuple[ParamUse, bool]]) -> NormTerm:
@@ -157,26 +156,21 @@ def _make_term(uses: list[tuple[ParamUse, bool]]) -> NormTerm:
     first, is_flipped = uses[0]
     if is_flipped:
         sizes = sizes._replace(inputs=sizes.outputs, outputs=sizes.inputs)
-    if first.site.kind == primitives.GATHER:
-        return NormTerm("rows", tuple(uses), sizes)
-    if sizes.positions == 1:
-        return NormTerm("vectors", tuple(uses), sizes)
     # The patches of a convolution are stored for its norm, and its sum would read the data again.
     num_reads = 2 if first.site.kind == primitives.CONVOLUTION else 1
-    if not _is_gram_cheaper(sizes, num_reads):
-        return NormTerm("direct", tuple(uses), sizes)
-    return NormTerm("gram", tuple(uses), sizes, _gram_pieces(sizes))
+    if first.site.kind == primitives.GATHER:
+        method = "rows"
+    elif sizes.positions == 1:
+        method = "vectors"
+    else:
+        method = "gram" if _is_gram_cheaper(sizes, num_reads) else "direct"
+    return NormTerm(method, tuple(uses), sizes)
 
 
 def _is_gram_cheaper(sizes: Sizes, num_reads: int = 1) -> bool:
     """Returns `True` if Gram matrices are cheaper than gradients."""
     inputs, outputs = sizes.inputs, sizes.outputs
     return sizes.positions * (num_reads * inputs + outputs) < inputs * outputs
-
-
-def _gram_pieces(sizes: Sizes) -> tuple[int, int]:
-    data, cotangents = map(rounding_bounds.pieces_of_inner, (sizes.inputs, sizes.outputs))
-    return data, cotangents
 
 
 def differentiate(plan: GhostNormPlan, params: list[Any], batch: Any) -> BackpropResult:

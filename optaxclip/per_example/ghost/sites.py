@@ -66,19 +66,9 @@ class ParamUse:
             raise AssertionError(f"{self.site.eqn} is not a product")
         return product
 
-    @property
-    def output_axes(self) -> list[int]:
-        """The axes of the weights that are neither contracted nor batch axes."""
-        product = self.product
-        return _other_axes(self.weights.ndim, product.weight_sums + product.weight_batch)
-
     def operands(self, backward: BackpropResult) -> tuple[Array, Array]:
         """Returns data and cotangents, `[*loops, examples, ...]`."""
         return backward.data[self.number], backward.cotangents[self.number]
-
-
-def _other_axes(ndim: int, axes: Sequence[int]) -> list[int]:
-    return [axis for axis in range(ndim) if axis not in axes]
 
 
 class Sizes(NamedTuple):
@@ -107,9 +97,9 @@ class Axes(NamedTuple):
     def create(cls, use: ParamUse) -> "Axes":
         """Returns the axes of a use, with elements in the order of the axes of the parameter."""
         site, order = use.site, trace_transposes(use)[1]
-        product, own = use.product, use.output_axes
+        product = use.product
+        own, free = product.weight_free, product.data_free
         first, num_batch = len(use.loops) + 1, len(product.data_batch)
-        free = _other_axes(site.data.ndim, product.data_sums + product.data_batch)
         # The output of a `dot_general` is [*batch, *free axes of lhs, *free axes of rhs].
         data_start, weight_start = num_batch, num_batch + len(free)
         if site.position == 0:
@@ -143,10 +133,9 @@ def slice_used(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
         number = product.weight_batch.index(interval.axis)
         x = lax.slice_in_dim(x, start, end, axis=first + product.data_batch[number])
         return x, lax.slice_in_dim(d, start, end, axis=first + number)
-    # The number of axes of the data that are neither contracted nor batch axes.
-    num_free = use.site.data.ndim - len(product.data_sums) - len(product.data_batch)
-    before = len(product.data_batch) + (num_free if use.site.position else 0)
-    axis = first + before + use.output_axes.index(interval.axis)
+    # The free axes of the parameter are after those of the data if it is the second operand.
+    before = len(product.data_batch) + (len(product.data_free) if use.site.position else 0)
+    axis = first + before + product.weight_free.index(interval.axis)
     return x, lax.slice_in_dim(d, start, end, axis=axis)
 
 
@@ -178,11 +167,14 @@ def pairs_of_convolution(
     """
     eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]  # [*loops, B]
     groups = primitives.feature_groups(eqn)
-    # [*loops, B, *input] -> [any, n, *input positions, 1, channels]
-    x = primitives.one_pixel_patches(eqn, x.reshape(-1, *x.shape[len(lead) :]))
-    x = primitives.patches(eqn, map_pixels(x))  # [any, n, *output positions, window, channels]
-    # [*loops, B, *output] -> [any, n, *output positions, features]
-    d = primitives.outputs_of_convolution(eqn, d.reshape(-1, *d.shape[len(lead) :]))
+    # [*loops, B, *input] -> [any, *input], [*loops, B, *output] -> [any, *output]
+    x, d = (v.reshape(-1, *v.shape[len(lead) :]) for v in (x, d))
+    x = primitives.move_channels_last(eqn, x, is_output=False)
+    # Patches of one pixel, [any, n, *input positions, 1, channels].
+    x = map_pixels(jnp.expand_dims(x, -2))
+    x = primitives.patches(eqn, x)  # [any, n, *output positions, window, channels]
+    # [any, n, *output positions, features]
+    d = primitives.move_channels_last(eqn, d, is_output=True)
     # [*loops, B, T, window, G, channels] -> [*loops, B, G, T, window * channels]
     x = x.reshape(*lead, -1, x.shape[-2], groups, x.shape[-1] // groups)
     x = jnp.moveaxis(x, -2, len(lead))
@@ -241,8 +233,7 @@ def sizes_of(use: ParamUse) -> Sizes:
             shape[interval.axis] = interval.size
         groups = math.prod(shape[i] for i in product.weight_batch)
         inputs = math.prod(shape[i] for i in product.weight_sums)
-        free = _other_axes(data.ndim, product.data_sums + product.data_batch)
-        positions = math.prod(data.shape[i] for i in free)
+        positions = math.prod(data.shape[i] for i in product.data_free)
         sizes = Sizes(groups, positions, inputs, math.prod(shape) // max(groups * inputs, 1))
     # Loops that slice the parameter add groups, and other loops add positions.
     return sizes._replace(
@@ -254,8 +245,10 @@ def trace_transposes(use: ParamUse) -> tuple[tuple[ReshapeOp, ...], tuple[int, .
     """Returns the moves before the last transposes, and the original positions of the axes."""
     moves, order = use.reference.moves, tuple(range(use.weights.ndim))
     depth = sum(use.loops)
-    while moves and primitives.name_of(moves[-1].eqn) == "transpose" and moves[-1].depth == depth:
-        permutation = moves[-1].eqn.params["permutation"]
+    while moves and moves[-1].depth == depth:
+        permutation = primitives.permutation(moves[-1].eqn)
+        if permutation is None:
+            break
         order = tuple(int(permutation[axis]) for axis in order)
         moves = moves[:-1]
     return moves, order
@@ -289,7 +282,7 @@ def layout(use: ParamUse) -> tuple[Layout, bool]:
     batch = tuple(order[i] for i in product.weight_batch)
     # The product with the transposed parameter has the same layout with swapped sides.
     inputs, outputs = (
-        tuple(sorted(order[i] for i in side)) for side in (product.weight_sums, use.output_axes)
+        tuple(sorted(order[i] for i in side)) for side in (product.weight_sums, product.weight_free)
     )
     axes = (sum(use.loops), batch, *sorted([inputs, outputs]))
     return Layout(kind, moves_key(moves), axes), inputs > outputs
@@ -327,7 +320,7 @@ def order_of_sum(use: ParamUse) -> list[int]:
     """
     product, num_sliced = use.product, sum(use.loops)
     by_data = sorted(zip(product.data_sums, product.weight_sums, strict=True))
-    labels = [*product.weight_batch, *(w for _, w in by_data), *use.output_axes]
+    labels = [*product.weight_batch, *(w for _, w in by_data), *product.weight_free]
     positions = sorted(range(len(labels)), key=labels.__getitem__)
     return [*range(num_sliced), *(num_sliced + position for position in positions)]
 

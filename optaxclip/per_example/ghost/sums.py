@@ -165,12 +165,10 @@ def _sum_products(use: ParamUse, x: Array, d: Array, dtype: Any, *, summed: bool
         x, d, options = exact_operands(x, d, dtype)
         return lax.dot_general(x, d, (positions, groups), **options)
 
-    def sum_product(x: Array, d: Array) -> Array:
-        if {x.dtype, d.dtype} != {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-            return multiply(x, d)
+    sum_product = multiply
+    if {x.dtype, d.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
         in_parts = functools.partial(_product_in_parts, numbers=(positions, groups), dtype=dtype)
-        return product_with_bfloat16(x, d, whole=multiply, in_parts=in_parts)
-
+        sum_product = functools.partial(product_with_bfloat16, whole=multiply, in_parts=in_parts)
     split, block_axes = sites.block_split(use), (example, example)
     if split.pieces > 1:
         block_axes = axes.data_positions[split.axis], axes.positions[split.axis]
