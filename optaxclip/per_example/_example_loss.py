@@ -74,7 +74,7 @@ class ExampleLoss:
 
     def local_params(self, batch: PyTree, specs: PyTree) -> list[Any]:
         """Checks that the parameters are unsharded, and returns them with the type of the batch."""
-        # With this type, devices have the gradients of their own examples.
+        # Devices then have the gradients of their own examples.
         check_examples_unsharded(self.params, specs, of_examples=False, remedy=_HINT)
         return meshes.pvary_like(batch, self.params.inexact_leaves())
 
@@ -93,9 +93,8 @@ class ExampleLoss:
         if collectives:
             raise ValueError(
                 "loss_fn must depend on one example, but exchanges data between devices, by "
-                f"{', '.join(sorted(collectives))}. The threshold does not bound the contribution "
-                "of an example if gradients depend on examples of other devices; for a BatchNorm, "
-                "use axis_name=None"
+                f"{', '.join(sorted(collectives))}. The threshold would not bound the contribution "
+                "of an example; use axis_name=None for a BatchNorm"
             )
         # The inputs are the parameters, then the example.
         inputs = program.jaxpr.invars
@@ -107,17 +106,17 @@ def _warn_of_batch_statistics(aux: PyTree) -> None:
     """Warns if aux contains running statistics of Flax or Haiku, according to their names."""
 
     def is_nnx_statistic(x: Any) -> bool:
-        # In NNX, the name is in the class of a variable instead of its path.
+        # NNX uses the class of a variable for the name, instead of its path.
         return type(x).__name__ == "BatchStat"
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_nnx_statistic):
         name = jax.tree_util.keystr(path)
         if is_nnx_statistic(leaf) or re.search("batch_stats|batch_norm.*_ema", name):
             warn(
-                f"loss_fn returns running statistics of a BatchNorm, {name}. In a batch of one "
-                "example, the output of a BatchNorm is its bias for all examples, so the model "
-                "learns a constant. It must not use other examples. Use GroupNorm or LayerNorm, or "
-                "keep the statistics fixed (use_running_average=True)"
+                f"loss_fn returns running statistics of a BatchNorm, {name}. The output of a "
+                "BatchNorm for a batch of one example is its bias, so the model would learn a "
+                "constant. Use GroupNorm or LayerNorm instead, or keep the statistics fixed "
+                "(use_running_average=True)"
             )
             return
 
@@ -177,7 +176,7 @@ def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
 
 
 def _check_inner_random_bits(eqn: Any, inner: Any, flags: list[bool]) -> list[bool]:
-    """Checks a program inside an equation, whose inputs have these flags."""
+    """Checks a program inside an equation for flags of its inputs, as `_check_random_bits`."""
     all_outputs = [True] * len(eqn.outvars)
     if eqn.primitive.name == "scan":
         first = eqn.params["num_consts"]

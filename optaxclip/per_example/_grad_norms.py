@@ -97,9 +97,9 @@ def grad_norms(
     Note that `jax.grad` rounds these products to the dtype of the layer. If float32 parameters are
     cast to bfloat16 in the loss, the norm of its gradient may be larger by 3e-4. The gradients that
     `clipped_grad` sums have the norms that are returned here. The bounds increase the norms by
-    about 1e-6 if parameters are used at only one position, as in a perceptron on vectors. With many
-    positions (tokens or pixels), they increase the norms by 1e-4 (16 positions) to 4e-3 (4096
-    positions), and by at most 1% if the positions do not cancel.
+    about 1e-6 if parameters are used at only one position, as in a perceptron on vectors. For many
+    positions (tokens or pixels), the increase is 1e-4 (16 positions) to 4e-3 (4096 positions), and
+    at most 1% if the positions do not cancel.
 
     By default, GPUs and TPUs round the factors of products (to TF32 or bfloat16). All products for
     norms and sums use the highest precision, unless their factors are in bfloat16, because their
@@ -115,12 +115,11 @@ def grad_norms(
       batch_argnums: The positions of the arguments with a leading example axis, which can be
         pytrees of arrays or keys. Defaults to all arguments that are not in `argnums`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
-      microbatch_size: The number of examples in a microbatch. Defaults to all examples. With
-        "ghost", the default is smaller if the memory for norms alone would exceed both 256 MiB and
-        twice the memory of the parameters. Then as many examples are used as fit into the larger of
-        these.
+      microbatch_size: The number of examples in a microbatch. Defaults to all examples. However, the
+        memory for norms with "ghost" should not exceed 256 MiB or twice the memory of the
+        parameters, so the default is as many examples as fit into the larger of these.
       scope: The scope that defines the elements of an example that share a norm. Defaults to all
-        elements. With "ghost", groups must consist of whole leaves.
+        elements. Groups must consist of whole leaves for "ghost".
       method: "ghost" (the default), or "vmap", which computes the gradients of the examples.
       specs: The specs of the parameters, as in `clipped_grad`.
 

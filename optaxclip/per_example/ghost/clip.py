@@ -59,10 +59,7 @@ def compute_clipped_sums(
     response: Response,
     batch: tuple[Any, Array],
 ) -> tuple[ClippedSums, Array, PyTree]:
-    """Computes the clipped sums, the losses and aux of a microbatch and its flags of padding.
-
-    `measured` are the parameters, and `thresholds` those of the groups of one example.
-    """
+    """Computes the clipped sums, the losses and aux of a microbatch."""
     examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
 
@@ -103,27 +100,17 @@ class Norms:
     """Upper bounds on the norms of a batch that allow for the rounding of the sum.
 
     See `rounding_bounds` for their derivation.
-
-    Attributes:
-      plan: The plan.
-      backward: The batch, with all gradients that the plan computes.
-      grouping: The groups of one example.
-      is_padding: bool `[examples]`.
-      estimates: The estimates `[examples]` of the terms.
-      needs_exact: The examples that lost digits that their norms need, bool `[examples]`, for terms
-        with Gram matrices.
-      any_needs_exact: The examples that lost digits in any term, bool `[examples]`.
-      upper: The upper bounds `[examples]` of the groups from the estimates. Factors are computed
-        from their field `divisor`.
     """
 
     plan: GhostNormPlan
-    backward: BackpropResult
-    grouping: Grouping
-    is_padding: Array
-    estimates: dict[Key, Estimate]
+    backward: BackpropResult  # With all gradients that the plan computes.
+    grouping: Grouping  # The groups of one example.
+    is_padding: Array  # bool[examples]
+    estimates: dict[Key, Estimate]  # f32[examples] for all terms.
+    # The examples that lost digits that their norms need, bool[examples], for Gram matrices.
     needs_exact: dict[Key, Array]
-    any_needs_exact: Array
+    any_needs_exact: Array  # bool[examples]
+    # f32[examples] for all groups. Factors are computed from the field `divisor`.
     upper: list[ScaledNorms]
 
     @classmethod

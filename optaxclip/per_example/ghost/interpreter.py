@@ -44,20 +44,13 @@ class Interval(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParamSlice:
-    """A reference from a variable to elements of a parameter.
+    """A reference from a variable to elements of a parameter."""
 
-    Attributes:
-      leaf: The position of the parameter.
-      moves: The equations that moved the elements.
-      loops: Flags of the surrounding loops, from the outermost, that are True if a loop slices the
-        parameter.
-      interval: The interval of the elements if the variable is a concatenation, and None otherwise.
-    """
-
-    leaf: int
+    leaf: int  # The position of the parameter.
     moves: tuple[ReshapeOp, ...] = ()
+    # Flags of the surrounding loops, from the outermost: True if a loop slices the parameter.
     loops: tuple[bool, ...] = ()
-    interval: Interval | None = None
+    interval: Interval | None = None  # The interval in a concatenation.
 
     def apply(self, leaf: Array) -> Array:
         """Returns the elements of the parameter, `[*sliced loops, ...]`."""
@@ -96,23 +89,14 @@ References = tuple[ParamSlice, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatmulSite:
-    """An operation that combines parameters with data, possibly inside loops.
+    """An operation that combines parameters with data, possibly inside loops."""
 
-    Attributes:
-      kind: The name of the operation.
-      eqn: The equation.
-      position: The position of the operand with the parameters.
-      references: The references of this operand.
-      lengths: The lengths of the surrounding loops.
-      is_checkpointed: True inside a checkpoint, for which backpropagation recomputes the data.
-    """
-
-    kind: str
+    kind: str  # The name of the primitive.
     eqn: Any
-    position: int
-    references: References
-    lengths: tuple[int, ...]
-    is_checkpointed: bool
+    position: int  # The position of the operand with the parameters.
+    references: References  # The references of this operand.
+    lengths: tuple[int, ...]  # The lengths of the surrounding loops.
+    is_checkpointed: bool  # Backpropagation recomputes the data inside checkpoints.
 
     @property
     def data(self) -> Any:
@@ -127,16 +111,13 @@ class MatmulSite:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """An equation, or a sequence of equations (`run`) without parameters.
-
-    An equation may contain a program (`inner`), or be a site.
-    """
+    """A part of a program, with one of `run`, `inner` and `site`."""
 
     eqn: Any
     inputs: Sequence[Any]
     outputs: Sequence[Any]
-    run: jex.Jaxpr | None = None
-    inner: "Program | None" = None
+    run: jex.Jaxpr | None = None  # A sequence of equations without parameters.
+    inner: "Program | None" = None  # The program inside the equation.
     site: MatmulSite | None = None
 
 
@@ -152,14 +133,9 @@ class Program:
 
 @dataclasses.dataclass(eq=False)
 class ParamTracker:
-    """Finds the sites of a program on a mesh, and the parameters that must be materialized.
+    """Finds the sites of a program on a mesh, and the parameters that must be materialized."""
 
-    Attributes:
-      materialized: The positions of these parameters, with a reason.
-      mesh: The mesh of the program.
-    """
-
-    materialized: dict[int, str]
+    materialized: dict[int, str]  # The positions of these parameters, with a reason.
     mesh: Any
 
     def program(
@@ -170,17 +146,9 @@ class ParamTracker:
         lengths: tuple[int, ...] = (),
         is_checkpointed: bool = False,
     ) -> tuple[Program, list[References]]:
-        """Traces a program inside loops of these lengths.
+        """Traces a program inside loops of these lengths, from the references of its inputs.
 
-        Args:
-          jaxpr: The program.
-          consts: Its constants.
-          references: The references of its inputs.
-          lengths: The lengths of the surrounding loops.
-          is_checkpointed: True inside a checkpoint.
-
-        Returns:
-          The program with its sites, and the references of its outputs.
+        Returns the program with its sites, and the references of its outputs.
         """
         env: dict[Any, References] = dict(zip(jaxpr.invars, references, strict=True))
         steps: list[Step] = []
@@ -321,11 +289,8 @@ def evaluate(
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates a program, and returns its outputs and the data of its sites.
 
-    Args:
-      program: The program.
-      values: Its inputs.
-      taps: Arrays like the outputs of the sites, `[*loops, *output]`. Derivatives with respect to
-        them are the cotangents of the outputs.
+    The taps `[*loops, *output]` are arrays like the outputs of the sites. The derivatives with
+    respect to them are the cotangents of these outputs.
     """
     jaxpr = program.jaxpr
     env = dict(zip(jaxpr.constvars, program.consts, strict=True))

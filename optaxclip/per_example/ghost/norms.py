@@ -40,27 +40,26 @@ CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
 MAX_ONE_HOT_POSITIONS = 128
 """The maximum number of positions for which rows are summed by a product with zeros and ones."""
 
-NormMethod = Literal["vectors", "gram", "direct", "chunks", "rows", "tied"]
+NormMethod = Literal[
+    "vectors",  # The product of two norms, for a single position.
+    "gram",  # Gram matrices of data and cotangents.
+    "direct",  # Gradients that are cheaper than Gram matrices.
+    "chunks",  # Gradients of a chunk of examples at a time.
+    "rows",  # Sums of the rows of an embedding table.
+    "tied",  # Gram matrices and rows, for a table that is also a factor of products.
+]
 
 
 class Estimate(NamedTuple):
-    """Norms `[examples]` with bounds on their errors.
-
-    Attributes:
-      norm: The computed norms.
-      cancellation_error: The root of the rounding error of the squared norm.
-      error: A bound on all other errors of `norm`.
-      total: An upper bound on the sum of `|x| |d|` over positions, which bounds the norm.
-      data_sum: An upper bound on the sum of `|x|` over positions, for products and convolutions.
-      cotangent_sum: An upper bound on the sum of `|d|` over positions, likewise.
-    """
+    """Norms `[examples]` with bounds on their errors."""
 
     norm: Array
-    cancellation_error: Array
-    error: Array
-    total: Array
-    data_sum: Array | float = 0.0
-    cotangent_sum: Array | float = 0.0
+    cancellation_error: Array  # The root of the rounding error of the squared norm.
+    error: Array  # A bound on all other errors of the norm.
+    # Upper bounds on sums over positions, for products and convolutions.
+    total: Array  # The sum of |x| |d|, which bounds the norm.
+    data_sum: Array | float = 0.0  # The sum of |x|.
+    cotangent_sum: Array | float = 0.0  # The sum of |d|.
 
     @property
     def bound(self) -> Array:
@@ -70,19 +69,11 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NormTerm:
-    """Uses of the same elements of a parameter, with the method for their norm.
-
-    Attributes:
-      method: "vectors" for a single position, "gram" for Gram matrices, "direct" for gradients that
-        are cheaper than Gram matrices, "chunks" for gradients of a chunk of examples at a time,
-        "rows" for an embedding table, or "tied" for a table that is also a factor of products.
-      uses: The uses, with a flag that is True if data and cotangents are swapped.
-      sizes: The sizes in the common form, with the positions of all uses.
-    """
+    """Uses of the same elements of a parameter, with the method for their norm."""
 
     method: NormMethod
-    uses: tuple[tuple[ParamUse, bool], ...]
-    sizes: Sizes
+    uses: tuple[tuple[ParamUse, bool], ...]  # True if data and cotangents are swapped.
+    sizes: Sizes  # The sizes in the common form, with the positions of all uses.
 
     def estimate(self, backward: BackpropResult, dtype: Any, *, exact: bool = False) -> Estimate:
         """Estimates the norms. If `exact`, uses gradients, which lose no digits."""

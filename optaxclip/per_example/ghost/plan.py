@@ -25,29 +25,19 @@ from optaxclip.per_example.ghost.sums import gradients_of_examples
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GhostNormPlan:
-    """The methods for the norms of all parameters, from the program of one example.
-
-    Attributes:
-      program: The program.
-      output: The structure of the output of the loss.
-      parts: The terms of the parameters. They are empty for parameters that are unused or
-        materialized.
-      materialized: The parameters that are differentiated for all examples, with a reason.
-      types: The types of the parameters.
-    """
+    """The methods for the norms of all parameters, from the program of one example."""
 
     program: Program
-    output: Any
-    parts: list[list[NormTerm]]
-    materialized: dict[int, str]
-    types: list[Any]
+    output: Any  # The structure of the output of the loss.
+    parts: list[list[NormTerm]]  # Empty for parameters that are unused or materialized.
+    materialized: dict[
+        int, str
+    ]  # Parameters that are differentiated for all examples, with a reason.
+    types: list[Any]  # The types of the parameters.
 
     @functools.cached_property
     def direct(self) -> frozenset[int]:
-        """The parameters with products as gradients, which are cheaper than Gram matrices.
-
-        These gradients are used for both the norm and the sum.
-        """
+        """The parameters with gradients for both norms and sums, cheaper than Gram matrices."""
         rows = enumerate(self.parts)
         return frozenset(i for i, terms in rows if {term.method for term in terms} == {"direct"})
 
@@ -86,12 +76,10 @@ class GhostNormPlan:
                 materialized |= dict.fromkeys(mixed, "has uses of several kinds")
 
     def microbatch_size(self, examples: int) -> int:
-        """Returns the default number of examples in a microbatch.
-
-        Norms require gradients of examples, and data and cotangents of sites in checkpoints, which
-        backpropagation would not keep. All examples are used unless this memory exceeds both 256
-        MiB and twice the memory of the parameters.
-        """
+        """Returns the default number of examples in a microbatch."""
+        # Norms require gradients of examples, and data and cotangents of sites in checkpoints,
+        # which backpropagation would not keep. All examples are used unless this memory exceeds
+        # both 256 MiB and twice the memory of the parameters.
         kept = sum(_num_bytes(self.types[i]) for i in {*self.materialized, *self.direct})
         for site in self.program.sites:
             if site.is_checkpointed:
@@ -174,10 +162,8 @@ def _is_gram_cheaper(sizes: Sizes, num_reads: int = 1) -> bool:
 
 
 def differentiate(plan: GhostNormPlan, params: list[Any], batch: Any) -> BackpropResult:
-    """Runs one forward and one backward pass over a batch, without the gradients of layers.
-
-    The types of the parameters must vary over the same axes as the batch.
-    """
+    """Runs one forward and one backward pass over a batch, without the gradients of layers."""
+    # The types of the parameters must vary over the same axes as the batch.
 
     def loss(taps: list[Array], materialized: dict[int, Array], example: Any) -> Any:
         values = [materialized.get(i, x) for i, x in enumerate(params)]
@@ -211,14 +197,12 @@ def differentiate(plan: GhostNormPlan, params: list[Any], batch: Any) -> Backpro
 
 
 def add_direct_gradients(plan: GhostNormPlan, backward: BackpropResult) -> BackpropResult:
-    """Adds the gradients that are cheaper than Gram matrices.
-
-    Gradients of bfloat16 parameters are in bfloat16, as in backpropagation, to halve the memory.
-    """
+    """Adds the gradients that are cheaper than Gram matrices."""
     direct = {}
     for i in plan.direct:
         leaf = plan.types[i]
         gradient = gradients_of_examples(leaf, plan.parts[i], backward)  # f32[examples, *leaf]
+        # As in backpropagation, gradients of bfloat16 are in bfloat16, which halves the memory.
         direct[i] = gradient.astype(leaf.dtype) if leaf.dtype == jnp.bfloat16 else gradient
     # The barrier ensures that norms and sums use the same numbers, as in `differentiate`.
     return backward._replace(gradients=backward.gradients | lax.optimization_barrier(direct))

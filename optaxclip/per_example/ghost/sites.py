@@ -19,19 +19,12 @@ from optaxclip.per_example.ghost.interpreter import MatmulSite, ParamSlice, Resh
 
 
 class BackpropResult(NamedTuple):
-    """The results of backpropagation for a batch.
+    """The results of backpropagation for a batch."""
 
-    Attributes:
-      data: The data of all sites, `[*loops, examples, ...]`.
-      cotangents: The cotangents of the outputs of all sites, `[*loops, examples, ...]`.
-      gradients: The gradients of some parameters, `[examples, ...]`.
-      outputs: The outputs of the loss, with a leading example axis.
-    """
-
-    data: list[Array]
-    cotangents: list[Array]
-    gradients: dict[int, Array]
-    outputs: Any
+    data: list[Array]  # [*loops, examples, ...] for all sites.
+    cotangents: list[Array]  # [*loops, examples, ...] for the outputs of all sites.
+    gradients: dict[int, Array]  # [examples, ...] for some parameters.
+    outputs: Any  # The losses and aux, [examples, ...].
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -255,17 +248,11 @@ def trace_transposes(use: ParamUse) -> tuple[tuple[ReshapeOp, ...], tuple[int, .
 
 
 class Layout(NamedTuple):
-    """The layout of a use. Uses of the same layout can be joined along their positions.
+    """The layout of a use. Uses with equal layouts can be joined along their positions."""
 
-    Attributes:
-      kind: The name of the operation.
-      moves: The moves of the elements as text.
-      axes: The batch axes and contracted axes of the parameter, and the number of sliced loops.
-    """
-
-    kind: str
-    moves: tuple[str, ...]
-    axes: Any
+    kind: str  # The name of the primitive.
+    moves: tuple[str, ...]  # The moves of the elements as text.
+    axes: Any  # The number of sliced loops, and the batch axes and contracted axes.
 
 
 def layout(use: ParamUse) -> tuple[Layout, bool]:
