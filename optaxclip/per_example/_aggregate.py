@@ -240,8 +240,8 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
 
 _HINT = (
     "pass the gradients of examples, as from jax.vmap(jax.grad(loss_fn), (None, 0)). Note that "
-    "optax.MultiSteps cannot wrap per_example_clip_and_aggregate, because it passes a mean. You can "
-    "use per_example.clipped_grad(microbatch_size=) and per_example.noisy_mean for microbatches"
+    "optax.MultiSteps cannot wrap per_example_clip_and_aggregate, because it passes a mean. For "
+    "microbatches, use per_example.clipped_grad(microbatch_size=) and per_example.noisy_mean"
 )
 
 

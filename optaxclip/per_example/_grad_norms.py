@@ -115,8 +115,8 @@ def grad_norms(
       batch_argnums: The positions of the arguments with a leading example axis, which can be
         pytrees of arrays or keys. Defaults to all arguments that are not in `argnums`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
-      microbatch_size: The number of examples in a microbatch. Defaults to all examples. However, the
-        memory for norms with "ghost" should not exceed 256 MiB or twice the memory of the
+      microbatch_size: The number of examples in a microbatch. Defaults to all examples. However,
+        the memory for norms with "ghost" should not exceed 256 MiB or twice the memory of the
         parameters, so the default is as many examples as fit into the larger of these.
       scope: The scope that defines the elements of an example that share a norm. Defaults to all
         elements. Groups must consist of whole leaves for "ghost".
