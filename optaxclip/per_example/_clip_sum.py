@@ -37,7 +37,6 @@ from optaxclip.thresholds._rule import check_threshold_value, update_rule
 Split = Literal["uniform", "size"]
 ExampleThreshold: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
 
-
 _WHOLE_EXAMPLE = scopes.tree()
 """The default scope, with one norm for the whole example."""
 

@@ -88,8 +88,7 @@ class ExampleLoss:
         append = jax.vmap(lambda x: traced.append(trace(measured, x)), axis_size=self.examples)
         jax.eval_shape(append, self.roles.batch)
         program, output = traced[0]
-        is_manual = bool(meshes.manual_axes())
-        collectives = meshes.collective_primitives(program) if is_manual else frozenset[str]()
+        collectives = meshes.manual_axes() and meshes.collective_primitives(program)
         if collectives:
             raise ValueError(
                 "loss_fn must depend on one example, but exchanges data between devices, by "
@@ -97,8 +96,8 @@ class ExampleLoss:
                 "of an example; use axis_name=None for a BatchNorm"
             )
         # The inputs are the parameters, then the example.
-        inputs = program.jaxpr.invars
-        _check_random_bits(program.jaxpr, [i >= len(measured) for i in range(len(inputs))])
+        flags = [i >= len(measured) for i in range(len(program.jaxpr.invars))]
+        _check_random_bits(program.jaxpr, flags)
         return program, output
 
 
@@ -269,13 +268,10 @@ def scan_microbatches(
 def retry_separately(
     step: Step, zeros: RunningSums, batch: tuple[PyTree, Array]
 ) -> tuple[ClippedSums, Array, PyTree]:
-    """Runs a step, and processes the examples separately if this makes more examples finite.
-
-    In some convolutions, XLA multiplies elements of an example by zeros of other examples (as of
-    JAX 0.10.2), so a non-finite example could drop all examples. If only the non-finite examples
-    are dropped, the first results are used unchanged, because separate examples may be rounded
-    differently.
-    """
+    """Runs a step, and processes the examples separately if this makes more examples finite."""
+    # XLA multiplies elements of an example by zeros of other examples in some convolutions (as of
+    # JAX 0.10.2), so a non-finite example could drop all examples. The first results are used if
+    # only non-finite examples are dropped, because separate examples may be rounded differently.
     examples, together = batch[1].size, step(batch)
     if static_size_or_none(examples) in (0, 1):
         return together

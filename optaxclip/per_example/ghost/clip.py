@@ -63,15 +63,14 @@ def compute_clipped_sums(
     examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
 
+    @global_view(out_like=lambda *_: sums_specs(examples, measured), compiled=False)
     def clip_batch(
         backward: BackpropResult, thresholds: list[Array], is_padding: Array
     ) -> ClippedSums:
         norms = Norms.create(plan, backward, grouping, is_padding)
         return norms.clip_and_sum(thresholds, response)
 
-    on_mesh = global_view(out_like=lambda *_: sums_specs(examples, measured), compiled=False)
-    sums = on_mesh(clip_batch)(backward, thresholds, is_padding)
-    return sums, *backward.outputs
+    return clip_batch(backward, thresholds, is_padding), *backward.outputs
 
 
 def compute_norms(
@@ -81,6 +80,7 @@ def compute_norms(
     examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
 
+    @global_view(out_like=lambda *_: sums_specs(examples, []), compiled=False)
     def bound_batch(backward: BackpropResult, is_padding: Array) -> ClippedSums:
         norms = Norms.create(plan, backward, grouping, is_padding)
         upper = norms.upper
@@ -91,8 +91,7 @@ def compute_norms(
         arranged = arrange_example_norms([own.norm for own in upper], is_padding, grouping)
         return ClippedSums(*RunningSums.empty(), arranged)
 
-    on_mesh = global_view(out_like=lambda *_: sums_specs(examples, []), compiled=False)
-    return on_mesh(bound_batch)(backward, is_padding), *backward.outputs
+    return bound_batch(backward, is_padding), *backward.outputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -176,7 +175,7 @@ class Norms:
 
         def sum_exactly() -> ClippedSums:
             exact, exact_counts = compute_multipliers(self.recompute_exact())
-            # The multipliers of all other examples are unchanged.
+            # Only the multipliers of examples that lost digits change.
             select = functools.partial(jnp.where, self.any_needs_exact)
             selected = jax.tree.map(select, exact, multipliers)
             return exact_counts._replace(leaves=self.sum_weighted(selected, are_ordinary=False))
@@ -191,11 +190,9 @@ class Norms:
         )
 
     def recompute_exact(self) -> list[ScaledNorms]:
-        """Computes the upper bounds from gradients, for the examples that lost digits.
-
-        The contribution of an example must not depend on other examples in the batch. Therefore,
-        the examples are selected independently, and the bounds of all others are unchanged.
-        """
+        """Computes the upper bounds from gradients, for the examples that lost digits."""
+        # The contribution of an example must not depend on the rest of the batch. Therefore, bounds
+        # only change for the selected examples, although all examples are computed.
         estimates, dtype = dict(self.estimates), self.plan.norm_dtype
         for (i, k), flag in self.needs_exact.items():
             term, cheap = self.plan.parts[i][k], self.estimates[i, k]
@@ -223,8 +220,7 @@ class Norms:
     def is_well_scaled(self, multipliers: list[Multiplier]) -> Array:
         """Returns `True` for examples with all numbers and products in range, bool `[examples]`."""
         info, flags = jnp.finfo(self.plan.norm_dtype), []
-        rows = zip(self.grouping.groups, self.upper, multipliers, strict=True)
-        for group, upper, by in rows:
+        for group, upper, by in zip(self.grouping.groups, self.upper, multipliers, strict=True):
             is_unscaled = (by.ratio == 0) | ((by.power == 1) & (by.ratio == 1))
             for (i, k), estimate in self.estimates.items():
                 if i not in group.leaf_indices or i in self.backward.gradients:
@@ -259,17 +255,15 @@ class Norms:
 def _bound_group(
     plan: GhostNormPlan, own: dict[Key, Estimate], examples: int, dtype: Any
 ) -> ScaledNorms:
-    """Returns upper bounds `[examples]` on the norm of a group, and divisors for factors.
-
-    If the positions of an example cancel, it still adds terms of size `A` to the sum. Their
-    rounding would depend on other examples, so the divisor is at least a fraction of `A`.
-    """
+    """Returns upper bounds `[examples]` on the norm of a group, and divisors for factors."""
     norms = [_bound_term(plan, key, estimate) for key, estimate in own.items()]
     upper = ScaledNorms.from_value(_combine_norms(norms, examples, dtype), 1.0)
     totals = [
         x.total for (i, _), x in own.items() if i not in plan.materialized and i not in plan.direct
     ]
-    total = _combine_norms(totals, examples, dtype)  # f32[examples]
+    total = _combine_norms(totals, examples, dtype)  # f32[examples], A of `rounding_bounds`
+    # If the positions of an example cancel, it still adds terms of size A to the sum. Their
+    # rounding would depend on the rest of the batch, so the divisor is at least a fraction of A.
     least = rounding_bounds.CANCELLED * total * reciprocal_pow2(upper.scale)
     return upper._replace(divisor=jnp.maximum(upper.divisor, least))
 

@@ -30,10 +30,9 @@ class GhostNormPlan:
     program: Program
     output: Any  # The structure of the output of the loss.
     parts: list[list[NormTerm]]  # Empty for parameters that are unused or materialized.
-    materialized: dict[
-        int, str
-    ]  # Parameters that are differentiated for all examples, with a reason.
-    types: list[Any]  # The types of the parameters.
+    # Parameters that are differentiated for all examples, and the reasons.
+    materialized: dict[int, str]
+    types: list[Any]
 
     @functools.cached_property
     def direct(self) -> frozenset[int]:
@@ -43,7 +42,7 @@ class GhostNormPlan:
 
     @property
     def norm_dtype(self) -> jnp.dtype:
-        """The dtype of the norms."""
+        """The dtype of the norms, float32 or float64."""
         return norm_dtype(x.dtype for x in self.types)
 
     @classmethod
@@ -186,13 +185,12 @@ def differentiate(plan: GhostNormPlan, params: list[Any], batch: Any) -> Backpro
 
     # Data and cotangents are [*loops, examples, ...], and the gradients are [examples, ...].
     axes = [len(site.lengths) for site in plan.program.sites]
-    data, cotangents, gradients, outputs = jax.vmap(differentiate_example, 0, (axes, axes, 0, 0))(
-        batch
-    )
+    differentiate_batch = jax.vmap(differentiate_example, 0, (axes, axes, 0, 0))
+    *results, outputs = differentiate_batch(batch)
     # Norms and sums must use the same numbers. Without the barrier, XLA drops the rounding to
     # bfloat16 in one of two fusions, and an example was up to 0.2% above its threshold (as of JAX
     # 0.10.2).
-    data, cotangents, gradients = lax.optimization_barrier((data, cotangents, gradients))
+    data, cotangents, gradients = lax.optimization_barrier(results)
     return BackpropResult(data, cotangents, gradients, jax.tree.unflatten(plan.output, outputs))
 
 

@@ -175,15 +175,10 @@ def is_convolution(eqn: Any, position: int) -> bool:
     )
 
 
-_CONVOLUTION_PARAMS = (
-    *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
-    "feature_group_count",
-)
-
-
 def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
     """Computes the convolution of an equation with the highest precision in `dtype`."""
-    options = {name: eqn.params[name] for name in _CONVOLUTION_PARAMS}
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
+    options = {name: eqn.params[name] for name in (*names, "feature_group_count")}
     return lax.conv_general_dilated(
         x.astype(dtype),
         kernel.astype(dtype),
