@@ -241,10 +241,8 @@ def per_example_global_norm_clip(
       [1.75 1.75 1.75] 3
     """
     threshold = check_example_threshold(l2_norm_clip, "l2_norm_clip")
-    flat = _flatten_as_float(grads)
-    sums = _clip_and_sum(
-        flat, ExampleClip.create(threshold, scopes.tree(), "clip", "uniform"), specs
-    )
+    flat, clip = _flatten_as_float(grads), ExampleClip.create(threshold, None, "clip", "uniform")
+    sums = _clip_and_sum(flat, clip, specs)
     return flat.unflatten(sums.leaves), sums.num_clipped
 
 

@@ -85,9 +85,8 @@ class NormTerm:
         pairs = [use.operands(backward) for use, _ in self.uses]
         axes = [len(use.loops) for use, _ in self.uses]
         # [*loops, examples, ...] -> [examples, *loops, ...]
-        operands = [
-            [jnp.moveaxis(v, axis, 0) for v in pair] for pair, axis in zip(pairs, axes, strict=True)
-        ]
+        rows = zip(pairs, axes, strict=True)
+        operands = [[jnp.moveaxis(v, axis, 0) for v in pair] for pair, axis in rows]
 
         def estimate_chunk(operands: Any) -> Estimate:
             forms = []
@@ -167,10 +166,9 @@ class NormTerm:
         """Multiplies the norms of data and cotangents, for a single position."""
         data_norms, cotangent_norms = (bound_norms(v, (2, 3), dtype) for v in _join_forms(forms))
         total = bound_norms(data_norms * cotangent_norms, (1,), dtype)  # [B, G] -> [B]
+        sums = [jnp.sum(v, 1) for v in (data_norms, cotangent_norms)]  # [B, G] -> [B]
         zeros = jnp.zeros_like(total)
-        return Estimate(
-            total, zeros, zeros, total, jnp.sum(data_norms, 1), jnp.sum(cotangent_norms, 1)
-        )
+        return Estimate(total, zeros, zeros, total, *sums)
 
     def _estimate_gram(self, forms: list[Any], dtype: Any) -> Estimate:
         """Sums the products of the Gram matrices of data and cotangents."""
@@ -181,9 +179,7 @@ class NormTerm:
         pieces = [*map(rounding_bounds.pieces_of_inner, sizes)]
         unit = rounding_bounds.unit_roundoff(dtype, _are_half(x, d))
         g = functools.partial(rounding_bounds.relative_error, unit=unit)
-        inner_errors = [
-            g(rounding_bounds.additions(size, n)) for size, n in zip(sizes, pieces, strict=True)
-        ]
+        inner_errors = [g(n) for n in map(rounding_bounds.additions, sizes, pieces)]
         is_sliced = any(any(use.loops) for use, _ in self.uses)
         grams = [  # [B, G, T, T]
             _compute_gram(v, n, dtype, is_sliced) for v, n in zip((x, d), pieces, strict=True)
@@ -199,11 +195,8 @@ class NormTerm:
         terms = [product, *(jnp.abs(a) * b for a, b in zip(grams, largest[::-1], strict=True))]
         square, data_terms, cotangent_terms, moduli = _sum_rows_first([*terms, jnp.abs(product)])
         additions = (groups + 1) * positions
-        square_error = (
-            inner_errors[1] * data_terms
-            + inner_errors[0] * cotangent_terms
-            + g(additions + 1) * moduli
-        )
+        square_error = inner_errors[1] * data_terms + inner_errors[0] * cotangent_terms
+        square_error += g(additions + 1) * moduli
         if tables:
             row_sums, table_square, table_error = _compute_table_terms(
                 x, d, cotangent_norms, _join_forms(tables), unit

@@ -55,8 +55,7 @@ class ParamUse:
     def product(self) -> primitives.Product:
         """The axes of the matrix product."""
         product = primitives.product(self.site.eqn, self.site.position)
-        if product is None:
-            raise AssertionError(f"{self.site.eqn} is not a product")
+        assert product is not None, self.site.eqn
         return product
 
     def operands(self, backward: BackpropResult) -> tuple[Array, Array]:
@@ -175,16 +174,16 @@ def pairs_of_convolution(
     # [*loops, B, T, G, features] -> [*loops, B, G, T, features]
     d = d.reshape(*lead, -1, groups, d.shape[-1] // groups)
     d = jnp.moveaxis(d, -2, len(lead))
-    axes = _loop_axes(use.loops)
-    return _arrange_bgte(x, *axes), _arrange_bgte(d, *axes)
+    return _merge_loops(use, x), _merge_loops(use, d)
 
 
-def _loop_axes(loops: tuple[bool, ...]) -> tuple[int, list[int], list[int], list[int]]:
-    """Returns the axes of `B`, `G`, `T` and `E` in `[*loops, B, G, T, E]`."""
-    example = len(loops)
-    sliced = [i for i, is_sliced in enumerate(loops) if is_sliced]
-    unsliced = [i for i, is_sliced in enumerate(loops) if not is_sliced]
-    return example, [*sliced, example + 1], [*unsliced, example + 2], [example + 3]
+def _merge_loops(use: ParamUse, x: Array) -> Array:
+    """Merges loops into groups or positions: `[*loops, B, G, T, E]` -> `[B, G, T, E]`."""
+    example = len(use.loops)
+    sliced = [i for i, is_sliced in enumerate(use.loops) if is_sliced]
+    unsliced = [i for i, is_sliced in enumerate(use.loops) if not is_sliced]
+    groups, positions = [*sliced, example + 1], [*unsliced, example + 2]
+    return _arrange_bgte(x, example, groups, positions, [example + 3])
 
 
 def to_gather_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
@@ -204,8 +203,7 @@ def to_gather_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
     d = d.reshape(*lead, 1, ids.shape[-2], math.prod(use.weights.shape[1:]))  # [*loops, B, 1, T, N]
     if drops:
         d = jnp.where(ids < count, d, jnp.zeros_like(d))
-    axes = _loop_axes(use.loops)
-    return _arrange_bgte(ids, *axes)[..., 0], _arrange_bgte(d, *axes)
+    return _merge_loops(use, ids)[..., 0], _merge_loops(use, d)
 
 
 def sizes_of(use: ParamUse) -> Sizes:
