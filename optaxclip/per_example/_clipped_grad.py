@@ -254,7 +254,8 @@ def _clip_microbatch(
             is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
             leaves = flatten(transformed, _TRANSFORMED).inexact_leaves()
             if is_mixing and is_padding.size > 1:
-                # A transform that replaces NaN would hide NaN from other examples.
+                # A transform could replace NaN, and hide that an example may have spoiled all
+                # examples of the microbatch.
                 is_known = functools.reduce(jnp.logical_and, is_finite, jnp.ones((), bool))
                 leaves = [jnp.where(is_known, leaf, jnp.nan) for leaf in leaves]
         return results, leaves

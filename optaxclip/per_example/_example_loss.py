@@ -74,12 +74,12 @@ class ExampleLoss:
 
     def local_params(self, batch: PyTree, specs: PyTree) -> list[Any]:
         """Checks that the parameters are unsharded, and returns them with the type of the batch."""
-        # Devices then have the gradients of their own examples.
         check_examples_unsharded(self.params, specs, of_examples=False, remedy=_HINT)
+        # Devices can then use the gradients of their own examples.
         return meshes.pvary_like(batch, self.params.inexact_leaves())
 
     def program(self, measured: list[Any]) -> tuple[Any, Any]:
-        """Traces the loss, and checks that an example does not depend on other examples.
+        """Traces the loss, and checks that examples do not depend on the rest of the batch.
 
         Returns the program of the parameters and one example, and the types of its output.
         """
@@ -121,7 +121,7 @@ def _warn_of_batch_statistics(aux: PyTree) -> None:
 
 
 _MIXING = frozenset({"conv_general_dilated", "custom_vjp_call"})
-"""Operations in which the elements of an example may be multiplied by zeros of other examples.
+"""Operations that may multiply elements of an example by zeros from the rest of the batch.
 
 XLA does so in convolutions (as of JAX 0.10.2). The backward pass of a `custom_vjp` is not in the
 program.
@@ -132,10 +132,8 @@ _RBG = {"key<rbg>": {"random_bits"}, "key<urbg>": {"random_bits", "random_split"
 
 
 def mixes_examples(program: Any) -> bool:
-    """Returns `True` if a non-finite example may affect the gradients of other examples.
-
-    Since `0 * nan` is NaN, a product with zeros of another example may be NaN.
-    """
+    """Returns `True` if a non-finite example may affect the gradients of all examples."""
+    # Products with zeros can do this, because `0 * nan` is NaN.
     return any(
         eqn.primitive.name in _MIXING or any(map(mixes_examples, _inner_programs(eqn)))
         for eqn in program.eqns
@@ -269,9 +267,10 @@ def retry_separately(
     step: Step, zeros: RunningSums, batch: tuple[PyTree, Array]
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Runs a step, and processes the examples separately if this makes more examples finite."""
-    # XLA multiplies elements of an example by zeros of other examples in some convolutions (as of
-    # JAX 0.10.2), so a non-finite example could drop all examples. The first results are used if
-    # only non-finite examples are dropped, because separate examples may be rounded differently.
+    # XLA uses convolutions that multiply elements of an example by zeros from the rest of the batch
+    # (as of JAX 0.10.2), so a non-finite example could drop all examples. The first results are
+    # kept if only non-finite examples are dropped, because separate examples may be rounded
+    # differently.
     examples, together = batch[1].size, step(batch)
     if static_size_or_none(examples) in (0, 1):
         return together

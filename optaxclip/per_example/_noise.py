@@ -293,7 +293,7 @@ def quantile_threshold(
 
     Raises:
       ValueError: If an option is out of its range.
-      TypeError: If `geometric` is not a bool, or if another option is not a number.
+      TypeError: If `geometric` is not a bool, or if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp

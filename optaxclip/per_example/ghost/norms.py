@@ -55,7 +55,7 @@ class Estimate(NamedTuple):
 
     norm: Array
     cancellation_error: Array  # The root of the rounding error of the squared norm.
-    error: Array  # A bound on all other errors of the norm.
+    error: Array  # A bound on the remaining errors of the norm.
     # Upper bounds on sums over positions, for products and convolutions.
     total: Array  # The sum of |x| |d|, which bounds the norm.
     data_sum: Array | float = 0.0  # The sum of |x|.
@@ -286,7 +286,8 @@ def _compute_gram(x: Array, pieces: int, dtype: Any, is_sliced: bool = False) ->
         return jnp.swapaxes(_compute_gram(jnp.swapaxes(x, 0, 1), pieces, dtype), 0, 1)
     if pieces == 1:
         return einsum("bgtk,bgsk->bgts", x, x, dtype)
-    # Pieces are additional examples, because XLA would transpose both factors for another axis.
+    # Pieces are used as additional examples. XLA would transpose both factors for a separate axis
+    # (as of JAX 0.10.2).
     # [B, G, T, K] -> [pieces, B, G, T, K / pieces]
     x = jnp.moveaxis(x.reshape(*x.shape[:-1], pieces, -1), -2, 0)
     flat = x.reshape(-1, *x.shape[2:])  # [pieces * B, G, T, K / pieces]

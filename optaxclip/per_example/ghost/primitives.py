@@ -1,7 +1,7 @@
 """Names and parameters of JAX's primitives (as of JAX 0.10).
 
-No other file depends on them. If a parameter of the loss is used by an equation that this file does
-not support, its gradient is materialized for all examples, which is correct for all equations.
+If a parameter of the loss is used by an equation that this file does not support, its gradient is
+materialized for all examples, which is correct for all equations.
 """
 
 import itertools

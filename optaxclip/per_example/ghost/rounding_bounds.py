@@ -44,7 +44,7 @@ its error increases by a fraction `ROUNDED` of its norm.
 **Sums.** The sum of the clipped examples contains `c d_t` instead of `d_t`, or `c x_t` instead of
 `x_t`, where `c` is the factor of the example, which is multiplied in as two numbers. Therefore, the
 contribution of an example differs from `c G` by at most `g(T + PRODUCT + 2) * c A`, and its norm is
-at most `c (|G| + delta' A)`. The contributions of the other examples of a batch are added without
+at most `c (|G| + delta' A)`. The contributions of all examples of a batch are added without
 modification, and their sum is rounded like all floating-point sums. If `delta'` would be too large
 because of the number of positions, the gradient and the sum are computed in `m` pieces, one after
 another, and `T` is replaced by `T / m + m`. Note that sums for kernels of convolutions are not
@@ -53,7 +53,7 @@ split.
 **Factors.** Examples are clipped according to `bound = (an upper bound on |G|) + delta' A`, which
 is never less than the norm. With a factor of at most `threshold / bound`, the contribution is at
 most `threshold`. The bound of an example only depends on that example. However, the sum adds terms
-of size `c A`, and their rounding depends on all other examples. Therefore, factors are computed
+of size `c A`, and their rounding depends on the rest of the batch. Therefore, factors are computed
 from at least `CANCELLED * A`.
 
 For extreme examples, `c d_t` would be out of range. Therefore, `x_t` is divided by a power of two

@@ -226,7 +226,7 @@ def sizes_of(use: ParamUse) -> Sizes:
         inputs = math.prod(shape[i] for i in product.weight_sums)
         positions = math.prod(data.shape[i] for i in product.data_free)
         sizes = Sizes(groups, positions, inputs, math.prod(shape) // max(groups * inputs, 1))
-    # Loops that slice the parameter add groups, and other loops add positions.
+    # Loops that slice the parameter add groups, and loops that use all of it add positions.
     return sizes._replace(
         groups=sizes.groups * num_sliced, positions=sizes.positions * num_unsliced
     )
@@ -301,7 +301,7 @@ def order_of_sum(use: ParamUse) -> list[int]:
     """Returns the permutation from the output of a product to the axes of the parameter.
 
     The output of the `dot_general` of data and cotangents has the axes of sliced loops, then the
-    batch axes, then the other axes of the data and of the cotangents, in their order.
+    batch axes, then the remaining axes of the data and of the cotangents, in their order.
     """
     product, num_sliced = use.product, sum(use.loops)
     by_data = sorted(zip(product.data_sums, product.weight_sums, strict=True))

@@ -109,7 +109,7 @@ def _rescale_operands(
     power = lax.expand_dims(power, smaller_axes)
     smaller = smaller.astype(dtype) * power
     if use.site.kind == primitives.CONVOLUTION:
-        # The largest elements may only be multiplied by zeros. The products with other elements
+        # The largest elements may only be multiplied by zeros. The products with smaller elements
         # must still be in range.
         most = _LARGEST / (jnp.max(jnp.abs(smaller), smaller_axes) * by.power)  # [examples]
         by = by._replace(ratio=jnp.where(by.ratio > most, most, by.ratio))
@@ -180,8 +180,8 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
         math.prod(size for axis, size in enumerate(v.shape) if axis not in (*sums, *kept))
         for v, sums, kept in zip((x, d), contracted, batch, strict=True)
     ]
-    # If the parts are additional terms of the sum, the other factor is written twice. If they are
-    # additional columns, the result is written twice.
+    # The bfloat16 factor is written twice if the parts are used as additional terms of the sum. The
+    # result is written twice if they are used as additional columns.
     are_terms = static_size_or_none(num_terms) is None or num_terms <= 4 * min(num_free)
     factors, axes = [], []
     for v, flag, *own in zip((x, d), is_wide, contracted, batch, strict=True):
