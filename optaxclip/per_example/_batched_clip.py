@@ -169,17 +169,14 @@ def compute_example_multipliers(
     rows = zip(thresholds, measured, strict=True)
     # [*group] -> [examples, *group]
     thresholds = [jnp.broadcast_to(threshold[None], norms.norm.shape) for threshold, norms in rows]
-    bounded = _BoundedResponse(response)
     # Strict clipping keeps norms below the threshold despite rounding. However, the threshold was
     # rounded up to 3 times, and a leaf that is narrower than its norm rounds its multiplier.
     # Therefore, the thresholds are lowered.
     lowered = [threshold * (1 - margin) for threshold in thresholds]
-    multipliers = [
-        compute_multiplier(
-            norms, threshold, threshold, response=bounded, nonfinite="nan", strict=True
-        )
-        for norms, threshold in zip(measured, lowered, strict=True)
-    ]
+    compute = functools.partial(
+        compute_multiplier, response=_BoundedResponse(response), nonfinite="nan", strict=True
+    )
+    multipliers = [*map(compute, measured, lowered, lowered)]
     # A non-finite group drops the whole example.
     is_bad = _any_group([~jnp.isfinite(by.ratio) for by in multipliers], is_padding)
     is_counted = ~is_bad & ~is_padding  # bool[examples]
@@ -288,18 +285,12 @@ def _sum_by_matmul(
 def _multiply_matrices(
     leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
 ) -> list[Array]:
-    sums = []
+    sums, einsum = [], functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True):
         kept = [axis + 1 for axis in range(leaf.ndim - 1) if axis not in reduced]
-        parts = [
-            jnp.einsum(  # [examples, *kept], [examples, ...] -> [...]
-                by.factor.astype(part.dtype),
-                [0, *kept],
-                part,
-                list(range(leaf.ndim)),
-                list(range(1, leaf.ndim)),
-                precision=lax.Precision.HIGHEST,
-            )
+        all_axes = [*range(leaf.ndim)]
+        parts = [  # [examples, *kept], [examples, ...] -> [...]
+            einsum(by.factor.astype(part.dtype), [0, *kept], part, all_axes, all_axes[1:])
             for part in split_complex(leaf)
         ]
         sums.append(lax.complex(*parts) if jnp.iscomplexobj(leaf) else parts[0])
@@ -311,17 +302,12 @@ def _sum_by_loop(
 ) -> list[Array]:
     """Sums one example after another, without a second copy of the batch."""
 
-    def scale_example(i: Array | int) -> list[Array]:
+    def add_example(i: Array | int, totals: list[Array] | None) -> list[Array]:
         # [examples, ...] -> [...]
-        example, by_leaf = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), (leaves, multipliers)
-        )
+        index = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
+        example, by_leaf = jax.tree.map(index, (leaves, multipliers))
         rows = zip(example, by_leaf, axes, strict=True)
-        return [_scale(leaf, by, axes=reduced) for leaf, by, reduced in rows]
+        scaled = [_scale(leaf, by, axes=reduced) for leaf, by, reduced in rows]
+        return scaled if totals is None else jax.tree.map(jnp.add, totals, scaled)
 
-    return lax.fori_loop(
-        1,
-        leaves[0].shape[0],
-        lambda i, totals: jax.tree.map(jnp.add, totals, scale_example(i)),
-        scale_example(0),
-    )
+    return lax.fori_loop(1, leaves[0].shape[0], add_example, add_example(0, None))

@@ -194,7 +194,7 @@ class ParamTracker:
         if name == primitives.CONCATENATE:
             axis, pieces = primitives.concatenated_intervals(eqn)
             rows = zip(refs, pieces, strict=True)
-            intervals = [(ref, Interval(axis, *piece)) for held, piece in rows for ref in held]
+            intervals = [(ref, Interval(axis, *piece)) for own, piece in rows for ref in own]
             # References in nested concatenations are not followed.
             new_refs = [
                 None if ref.interval else dataclasses.replace(ref, interval=interval)
@@ -211,13 +211,14 @@ class ParamTracker:
         if name == primitives.SCAN:
             return self._make_scan(eqn, refs, lengths, is_checkpointed), no_references
         site = _make_site(eqn, refs, lengths, is_checkpointed)
-        if site is not None and primitives.mesh_of(site.output) != self.mesh:
-            self.mark_materialized(sum(refs, ()), "is used inside of 'auto_axes'")
-            return None, no_references
         if site is None:
-            self.mark_materialized(sum(refs, ()), f"is used by '{name}'")
-            return None, no_references
-        return Step(eqn, eqn.invars, eqn.outvars, site=site), no_references
+            reason = f"is used by '{name}'"
+        elif primitives.mesh_of(site.output) != self.mesh:
+            reason = "is used inside of 'auto_axes'"
+        else:
+            return Step(eqn, eqn.invars, eqn.outvars, site=site), no_references
+        self.mark_materialized(sum(refs, ()), reason)
+        return None, no_references
 
     def _make_scan(
         self, eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
@@ -227,13 +228,12 @@ class ParamTracker:
         for carried in refs[first:last]:
             self.mark_materialized(carried, f"is carried through '{primitives.SCAN}'")
         inner_refs: list[References] = []
-        for i, held in enumerate(refs):
-            new_refs = [ref.enter_scan(i >= last) for ref in held]
-            inner_refs.append(self._propagate(held, new_refs, primitives.SCAN))
-        inner_lengths = (*lengths, loop.length)
-        program, outputs = self.program(
-            *primitives.inner(eqn), inner_refs, inner_lengths, is_checkpointed
-        )
+        for i, own in enumerate(refs):
+            new_refs = [ref.enter_scan(i >= last) for ref in own]
+            inner_refs.append(self._propagate(own, new_refs, primitives.SCAN))
+        lengths = (*lengths, loop.length)
+        inner = primitives.inner(eqn)
+        program, outputs = self.program(*inner, inner_refs, lengths, is_checkpointed)
         self.mark_materialized(sum(outputs, ()), f"is returned by '{primitives.SCAN}'")
         return Step(eqn, eqn.invars, eqn.outvars, inner=program)
 
@@ -250,7 +250,7 @@ def _make_site(
     eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
 ) -> MatmulSite | None:
     # A product of two parameters is not supported.
-    positions = [i for i, held in enumerate(refs) if held]
+    positions = [i for i, own in enumerate(refs) if own]
     if len(positions) != 1:
         return None
     position = positions[0]
