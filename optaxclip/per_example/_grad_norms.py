@@ -206,9 +206,9 @@ def explain(
       ...     return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))
       >>> params = {"w": jnp.zeros((30, 20)), "b": jnp.zeros(20)}
       >>> print(per_example.explain(loss_fn, params, jnp.ones((8, 30))))
-      parameter  shape     norms from                                     positions  memory
-      b          (20,)     gradients of examples, as it is used by 'add'          -    80 B
-      w          (30, 20)  norms of its inputs and of their cotangents            1     0 B
+      parameter  shape     norms from                                          positions  memory
+      b          (20,)     gradients of examples, because it is used by 'add'          -    80 B
+      w          (30, 20)  norms of inputs and output cotangents                       1     0 B
     """
     has_aux = check_bool(has_aux, "has_aux")
     roles = LossArguments.split(args, *check_argnums(argnums, batch_argnums))
@@ -219,12 +219,12 @@ def explain(
 
 
 _DESCRIPTIONS = {
-    "vectors": "norms of its inputs and of their cotangents",
-    "gram": "Gram matrices of its inputs and of their cotangents",
-    "direct": "gradients of examples, which cost less than Gram matrices",
-    "chunks": "gradients of examples, a few at a time",
-    "rows": "rows of cotangents, added up where they are of one row",
-    "tied": "Gram matrices, and rows of cotangents",
+    "vectors": "norms of inputs and output cotangents",
+    "gram": "Gram matrices of inputs and output cotangents",
+    "direct": "gradients of examples, cheaper than Gram matrices",
+    "chunks": "gradients of a few examples at a time",
+    "rows": "sums of the cotangents of equal rows",
+    "tied": "Gram matrices and sums of the cotangents of equal rows",
 }
 
 
@@ -235,7 +235,7 @@ def _format_plan(plan: GhostNormPlan, names: list[str]) -> str:
     for i, (name, aval) in enumerate(zip(names, plan.types, strict=True)):
         start = [name, str(aval.shape)]
         if i in plan.materialized:
-            reason = f"gradients of examples, as it {plan.materialized[i]}"
+            reason = f"gradients of examples, because it {plan.materialized[i]}"
             table.append([*start, reason, "-", _format_bytes(aval.size * aval.dtype.itemsize)])
         elif not plan.parts[i]:
             table.append([*start, "is not used: norm 0", "-", "0 B"])

@@ -109,11 +109,9 @@ def noisy_mean(
             )
         factors = {"noise_multiplier": noise_multiplier, "result.bound": result.bound}
         for argument, number in factors.items():
+            # Noise can only hide examples with bounded contributions.
             if not isinstance(number, Tracer) and np.isinf(number):
-                raise ValueError(
-                    f"{argument} must be finite for noise, got {number}; bound the contributions "
-                    "of examples to hide them by noise"
-                )
+                raise ValueError(f"{argument} must be finite for noise, got {number}")
         bound = jnp.asarray(result.bound)
         std = cast_to_float32(noise_multiplier).astype(bound.dtype) * (change * bound)  # f32[]
         leaves = add_noise(leaves, flat.names(), _check_key(key, leaves), std)
@@ -164,6 +162,7 @@ def warn_of_shared_noise(leaves: list[Any], key: Any) -> None:
         _with_key(traced, key)
 
 
+# An identity that sees under `vmap` if the leaves and the key are batched.
 @jax.custom_batching.custom_vmap
 def _with_key(leaves: list[Array], key: Array) -> list[Array]:
     del key
@@ -264,9 +263,10 @@ def quantile_threshold(
 
     After every batch, the threshold is multiplied by `exp(-learning_rate * (fraction - target))`.
     To compute `fraction`, examples at or below the threshold add `+1/2` to a count, examples above
-    it add `-1/2`, and padding adds nothing. The count changes by at most 1/2 if an example is added
-    or removed, and by at most 1 if an example is replaced. Noise is added to the count, which is
-    then divided by the batch size. `fraction` is this quotient plus 1/2, clipped to `[0, 1]`.
+    it and dropped examples add `-1/2`, and padding adds nothing. The count changes by at most 1/2
+    if an example is added or removed, and by at most 1 if an example is replaced. Noise is added to
+    the count, which is then divided by the batch size. `fraction` is this quotient plus 1/2,
+    clipped to `[0, 1]`.
 
     Note that the count also uses privacy budget, so the noise on the sum of the gradients must be
     larger. You can use `adjust_noise_multiplier` to compute this noise. For example,
