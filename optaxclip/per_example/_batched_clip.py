@@ -103,8 +103,8 @@ def compute_clipped_sums(
     # threshold.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]  # [examples, ...]
     # Arrays in memory already have this order. XLA on CPUs would still copy them, which triples the
-    # time of a call (as of JAX 0.10.2). It also copies the arguments of a surrounding `jit`. Layouts
-    # from `jax.experimental.layout` would not be copied, but cannot be exported.
+    # time of a call (as of JAX 0.10.2). Note that it also copies the arguments of a surrounding
+    # `jit`. Layouts of `jax.experimental.layout` would avoid this copy but cannot be exported.
     if not are_inputs and (meshes.manual_axes() or meshes.is_unsharded(leaves)):
         leaves = force_row_major(leaves)
     measured = _measure_examples(leaves, grouping, is_padding.size)
