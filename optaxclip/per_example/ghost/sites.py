@@ -1,7 +1,7 @@
 """The uses of parameters at sites, and the common form of their data and cotangents.
 
-In the common form, a parameter is `groups` matrices of `inputs x outputs` elements, which are used
-at all `positions`. Data and cotangents are `[B, G, T, E]`: examples, groups, positions and
+A parameter in the common form is `groups` matrices of `inputs x outputs` elements. They are used at
+all `positions`. Data and cotangents are `[B, G, T, E]`: examples, groups, positions and
 elements, with `K` elements (inputs) for data and `N` elements (outputs) for cotangents.
 """
 
