@@ -134,7 +134,7 @@ TYPE_ERRORS = {
     "batch_size .* of type str": lambda: AGGREGATE(1.0, 0.0, batch_size="a"),
     "key must be one key .* got True": lambda: AGGREGATE(1.0, 1.0, True),
     "noise_multiplier must be .* got '1'": lambda: noisy(noise="1"),
-    "key must be one key from jax.random, a new one .*0": lambda: noisy(key=0),
+    "key must be one key from jax.random that is new .*0": lambda: noisy(key=0),
     "result must be the PerExampleResult .* got Array": lambda: per_example.noisy_mean(
         X, 1.0, KEYS[0], 4
     ),
@@ -235,9 +235,9 @@ VALUE_ERRORS = {
     "noise_multiplier must be finite for noise": lambda: noisy(noise=np.inf),
     "batch_size must .* got 0": lambda: noisy(size=0),
     "batch_size must .* got nan": lambda: noisy(size=np.nan),
-    "key must be one key from jax.random, a new one .*None": lambda: noisy(key=None),
+    "key must be one key from jax.random that is new .*None": lambda: noisy(key=None),
     "relation must be one of": lambda: noisy(relation="neighbours"),
-    "result.bound must be the threshold": lambda: noisy(bound=None),
+    "result.bound must be the maximum norm": lambda: noisy(bound=None),
     "result.bound must be finite for noise, got inf": lambda: noisy(bound=np.inf),
     r"params must be given for thresholds by name.* pass params=": lambda: per_example.clipped_grad(
         dot, {"all": 2.0}
@@ -249,7 +249,9 @@ VALUE_ERRORS = {
         dot, 1.0
     ).sensitivity(None),
     "split must be one of": lambda: clip_sum(1.0, split="even"),
-    "is_padding must have one element": lambda: clip_sum(1.0, is_padding=jnp.zeros(3, bool)),
+    r"is_padding must have one element per example, shape \(2,\), got \(3,\)": lambda: clip_sum(
+        1.0, is_padding=jnp.zeros(3, bool)
+    ),
     "^microbatch_size must be an int of at least 1, got 0": lambda: grads_of(
         dot, microbatch_size=0
     ),
