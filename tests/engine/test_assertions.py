@@ -48,7 +48,7 @@ SLIPS = {
     "leaves": (step, "scale", longer),
     "dtypes of leaves": (step, "scale", lambda x: x.astype(jnp.float16)),
     "columns of leaves": (step.Plan, "slice_for_leaves", lambda parts: parts[::-1]),
-    "record": (record, "_worst_of_each_leaf", lambda row: jax.tree.map(longer, row)),
+    "record": (record, "_worst_by_leaf", lambda row: jax.tree.map(longer, row)),
 }
 
 
