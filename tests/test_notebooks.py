@@ -20,7 +20,7 @@ FIRST = ROOT / "notebooks" / "quickstart.ipynb"
 STEPS = {
     "adaptive_clipping": ("STEPS = 600", "STEPS = 360"),
     "attention_logits": ("STEPS, RATE, TAU = 400", "STEPS, RATE, TAU = 40"),
-    "choosing_a_threshold": ("STEPS = 64, 100, 8, 300", "STEPS = 64, 100, 8, 150"),
+    "choosing_a_limit": ("STEPS = 64, 100, 8, 300", "STEPS = 64, 100, 8, 150"),
     "exploding_gradients": ("STEPS, RATE = 40, 32, 1500", "STEPS, RATE = 40, 32, 100"),
     "private_training": ("STEPS = 256, 352, 150", "STEPS = 256, 352, 15"),
     "quickstart": ("steps=300", "steps=20"),

@@ -123,8 +123,8 @@ def test_muon_page_code_runs(number):
         rest = {"embedding": jnp.ones((5, 3)), "norms": jnp.ones(3)}
         params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
         params = experts | rest if "numbers" in namespace else params
-        params = experts if "of_each" in namespace else params
-        made = [namespace[name] for name in ("tx", "of_each", "over_all") if name in namespace]
+        params = experts if "per_expert" in namespace else params
+        made = [namespace[name] for name in ("tx", "per_expert", "shared") if name in namespace]
         for tx in made:
             update, state = jax.jit(tx.update), tx.init(params)
             for _ in range(2):

@@ -9,15 +9,13 @@ from cases import slow_unless
 from test_site import skip_without_packages
 
 PAGE = "docs/recipes/skipped.md"
-BLOCKS = dict(
-    zip(("nnx", "linen", "equinox", "average", "recurrent"), shown_code.blocks(PAGE), strict=True)
-)
+BLOCKS = dict(zip(("nnx", "linen", "average"), shown_code.blocks(PAGE), strict=True))
 BAD = 20
 """The step with the NaN batch, but where weights are averaged."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_unless("recurrent".__eq__, BLOCKS))
+@pytest.mark.parametrize("name", slow_unless("average".__eq__, BLOCKS))
 def test_recipes_fail_without_step_flag(name):
     block = BLOCKS[name]
     skip_without_packages(block)

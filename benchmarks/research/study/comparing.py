@@ -35,14 +35,14 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("best", "no fault, best rate", "best rate", "none", None),
-    Case("calm", "no fault, calm rate", "calm rate", "none", "calm"),
-    Case("edge", "no fault, rate at the edge", "at the edge", "none", "edge"),
-    Case("past", "no fault, rate past the edge", "rate too high", "none", "past"),
+    Case("best", "no fault, best rate", "best LR", "none", None),
+    Case("calm", "no fault, calm rate", "0.25 × edge LR", "none", "calm"),
+    Case("edge", "no fault, rate at the edge", "edge LR", "none", "edge"),
+    Case("past", "no fault, rate past the edge", "4 × edge LR", "none", "past"),
     Case("spike", "spikes", "spikes", "spike", None),
     Case("tails", "heavy tails", "heavy tails", "tails", None),
     Case("nan", "NaN in a microbatch", "NaN", "nan", None),
-    Case("jump", "a jump of scale", "jump of scale", "jump", None),
+    Case("jump", "a jump of scale", "jump in scale", "jump", None),
     Case("stretch", "a stretch of bad data", "bad stretch", "stretch", None),
 )
 

@@ -27,6 +27,8 @@ LOOK = {
     UNCLEAR: ("white", 0.0),
 }
 """The colors of the verdicts, and how much of each."""
+WORDS = {HELPS: "better", HARMS: "worse", UNCLEAR: "not significant"}
+"""The labels of the verdicts in the legend."""
 SHOWN = (NONE, BEST, "ZClip", "AutoClip", "skip above")
 BEFORE, AFTER, MOST = 4, 14, 2
 """Evaluations that are drawn of a recovery, and pairs."""
@@ -83,7 +85,7 @@ def legend(figure: Figure, *verdicts: str) -> None:
     """The colours of the verdicts, below."""
     handles = [
         Rectangle((0, 0), 1, 1, facecolor=color, alpha=alpha or None, edgecolor="0.7", label=label)
-        for label, (color, alpha) in ((verdict, LOOK[verdict]) for verdict in verdicts)
+        for label, (color, alpha) in ((WORDS[verdict], LOOK[verdict]) for verdict in verdicts)
     ]
     look = {"loc": "outside lower center", "ncols": 3, "frameon": False, "columnspacing": 1.0}
     figure.legend(handles=handles, handlelength=1.0, **look)
@@ -121,8 +123,8 @@ def lost(summary: Summary) -> Figure:
     ax.set_yticks(range(len(methods)), methods)
     ax.set_ylim(len(methods) - 0.5, -0.5)
     ax.set_xlim(left=0)
-    finish_axes(ax, "runs lost, %", legend=False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    finish_axes(ax, "lost runs, %", legend=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, columnspacing=1.0)
     return figure
 
 
