@@ -15,6 +15,7 @@ from optaxclip.monitor._find_states import (
     unbox,
 )
 from optaxclip.monitor._record import RecordState
+from optaxclip.monitor._summary import has_elements
 
 
 def history(
@@ -68,76 +69,71 @@ def history(
     """
     state = _only_record(opt_state, name)
     if isinstance(state, EventsState):
-        return _events(state, stat)
+        return _events_history(state, stat)
     kept = sorted(state.last)
-    chosen = _select_stat(kept, stat)
-    _, rows = _rows(state.steps, state.ring)
-    return rows if len(kept) == 1 else rows[:, kept.index(chosen)]
+    default = kept[0] if len(kept) == 1 else "norm"
+    if stat is None and default in kept:
+        stat = default
+    position = kept.index(_check_stat(stat, kept))
+    _, rows = _fetch_rows(state.steps, state.ring)
+    return rows if len(kept) == 1 else rows[:, position]
 
 
-def _rows(steps: Any, *rings: Any) -> list[Any]:
-    """Returns the number of steps and, for all rings, the rows of the last steps."""
+def _fetch_rows(steps: Any, *rings: Any) -> list[Any]:
+    """Returns the number of steps and the rows of the last steps from all rings."""
     steps, rings = fetch_to_host((unbox(steps), [unbox(ring) for ring in rings]), "history")
     check_not_vmapped(steps, "history")
-    # [window, ...] -> [min(steps, window), ...]. The oldest row of a full ring is the next one to
+    # [window, ...] -> [min(steps, window), ...]. The oldest row of a full ring is the next row to
     # be overwritten.
     return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
 
 
-def _fields_of(judges: list[EventSource]) -> list[list[str]]:
+def _fields_of(sources: list[EventSource]) -> list[list[str]]:
     """Returns the names of the fields for clips, skips and losses of skips."""
     found = []
-    for judge in judges:
-        front = "" if judge.name == judges[0].name else f"{judge.name}/"
-        kinds = (
-            ("loss", "loss_threshold")
-            if judge.is_loss
-            else ("norm", "threshold", "factor", "worst")
-        )
+    for source in sources:
+        front = "" if source.name == sources[0].name else f"{source.name}/"
+        kinds = ["norm", "threshold", "factor", "worst"]
+        if source.is_loss:
+            kinds = ["loss", "loss_threshold"]
         found.append([f"{front}{kind}" for kind in kinds])
     return found
 
 
-def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[Any]]:
+def _events_history(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[Any]]:
     """Returns the events, or one of their fields."""
-    steps, numbers, marks = _rows(state.steps, state.numbers, state.flags)
-    judges = event_sources(state.inner_state)
+    # [steps], f32[rows, sources, 3], i32[rows, 1 + sources]
+    steps, numbers, flags = _fetch_rows(state.steps, state.numbers, state.flags)
+    sources = event_sources(state.inner_state)
     found: dict[str, Any] = {
-        "step": np.arange(steps - len(marks), steps, dtype=np.int64),
-        "verdict": np.array(VERDICTS)[marks[:, 0]],
+        "step": np.arange(steps - len(flags), steps, dtype=np.int64),
+        "verdict": np.array(VERDICTS)[flags[:, 0]],
     }
-    for i, (judge, fields) in enumerate(zip(judges, _fields_of(judges), strict=True)):
-        worst = marks[:, 1 + i]  # int[steps]
-        names = judge.names if judge.has_entries else state.names
+    for i, (source, fields) in enumerate(zip(sources, _fields_of(sources), strict=True)):
+        worst = flags[:, 1 + i]  # i32[rows]
+        names = source.names if has_elements(source.record) else state.names
         for number, field in enumerate(fields):
             if not field.endswith("worst"):
                 found[field] = np.where(worst == NOT_RUN, np.nan, numbers[:, i, number])
             elif stat in (None, field):
                 if not names and np.any(worst > 0):
                     raise names_lost_error(
-                        f"the events of {judge.name} have lost the names of leaves"
+                        f"the events of {source.name} have lost the names of leaves"
                     )
                 found[field] = np.array(["", *names])[np.maximum(worst, 0)]
     if stat is not None:
-        return found[_check_stat(stat, list(found), "the events have")]
-    # A structured array [steps], because the columns have different dtypes.
-    table = np.empty(len(marks), [(field, column.dtype) for field, column in found.items()])
+        return found[_check_stat(stat, list(found))]
+    # A structured array, because the columns have different dtypes.
+    table = np.empty(len(flags), [(field, column.dtype) for field, column in found.items()])
     for field, column in found.items():
         table[field] = column
     return table
 
 
-def _select_stat(kept: list[str], stat: str | None) -> str:
-    """Returns the name of the requested statistic."""
-    if stat is None and (len(kept) == 1 or "norm" in kept):
-        return kept[0] if len(kept) == 1 else "norm"
-    return _check_stat(stat, kept, "the record keeps")
-
-
-def _check_stat(stat: str | None, kept: list[str], has: str) -> str:
+def _check_stat(stat: str | None, kept: list[str]) -> str:
     if stat not in kept:
         hint = did_you_mean(stat, kept) if isinstance(stat, str) else ""
-        raise ValueError(f"stat must be one of {kept}, which {has}; got {stat!r}{hint}")
+        raise ValueError(f"stat must be one of {kept}, got {stat!r}{hint}")
     return stat
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, overload
 
 import jax
@@ -26,15 +26,18 @@ from optaxclip.monitor._find_states import (
 from optaxclip.monitor._summary import (
     NUMBERS,
     OF_ALL,
+    Counts,
+    LogRecord,
     Recorded,
     Summary,
-    has_entries,
+    counts_until,
+    has_elements,
     labels_of,
     loggable_records,
     names_of,
-    subtract_counts,
-    summary,
-    summary_on_device,
+    record_of,
+    summarize,
+    summarize_on_device,
 )
 from optaxclip.transforms.skip import SkipState
 
@@ -207,17 +210,17 @@ def metrics(
       >>> print(found["train/clip_by_group_norm/norm/actor"])
       5.0
     """
-    found = loggable_records(opt_state, "metrics")
-    labels = _labels(found, per_group)
-    numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
-    arrays, rates = memory.put_on_device(numbers)
-    rows = zip(arrays, labels, strict=True)
+    states, labels, on_device = _collect(opt_state, prefix, since, top, per_group, "metrics")
+    records, earlier, rates = memory.put_on_device(on_device)
     # [labels], or [1] without labels
-    summaries = [
-        summary_on_device(*numbers, with_labels=bool(names), top=top) for numbers, names in rows
-    ]
+    summaries = {
+        name: summarize_on_device(
+            record, earlier.get(name, {}), with_labels=bool(labels[name]), top=top
+        )
+        for name, record in records.items()
+    }
     rates = {name: jnp.max(jnp.asarray(rate)) for name, rate in rates.items()}
-    return _flatten_names(found, summaries, labels, rates, prefix)
+    return _flatten(states, summaries, labels, rates, prefix, with_names=False)
 
 
 @overload
@@ -300,71 +303,72 @@ def scalars_on_host(
     opt_state: PyTree, prefix: str, since: PyTree | None, top: int, per_group: bool, caller: str
 ) -> dict[str, Any]:
     """Returns the numbers of `scalars`, with the name of the `caller` in messages."""
-    found = loggable_records(opt_state, caller)
-    labels = _labels(found, per_group)
-    numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
+    states, labels, on_device = _collect(opt_state, prefix, since, top, per_group, caller)
     # One transfer for all records, because transfers wait for the device.
-    arrays, rates = fetch_to_host(numbers, caller)
-    rows = zip(arrays, labels, strict=True)
-    summaries = [summary(*numbers, with_labels=bool(names), top=top) for numbers, names in rows]
+    records, earlier, rates = fetch_to_host(on_device, caller)
+    summaries = {
+        name: summarize(record, earlier.get(name, {}), with_labels=bool(labels[name]), top=top)
+        for name, record in records.items()
+    }
     rates = {name: np.max(rate) for name, rate in rates.items()}
-    numbers = _flatten_names(found, summaries, labels, rates, prefix, of_entries=_name)
+    numbers = _flatten(states, summaries, labels, rates, prefix, with_names=True)
     return {name: x if isinstance(x, str) else float(x) for name, x in numbers.items()}
 
 
-Numbers: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
+Labels: TypeAlias = dict[str, tuple[str, ...]]
+"""The labels with separate numbers, by the names of records."""
 
 
-def _check_records(numbers: Numbers, top: int) -> Numbers:
-    """Returns `numbers` and checks that `top` is usable with a record."""
-    if check_int(top, 0, "top") and not any(has_entries(kept) for kept, _ in numbers):
-        raise ValueError(
-            f"top={top} asks for the worst leaves or groups, and no clip or record in the state "
-            "has numbers of several: put monitor.record(scope=scopes.leaf()) in front of the clip"
-        )
-    return numbers
-
-
-def _labels(found: Mapping[str, Recorded], per_group: bool) -> list[tuple[str, ...]]:
-    """Returns the labels with separate numbers for all records."""
-    check_bool(per_group, "per_group")
-    return [labels_of(state, per_group) for state in found.values()]
-
-
-def _index(state: Recorded, index: Any) -> dict[str, Any]:
-    """Returns the index of an element, for use inside compiled functions."""
-    del state
-    return {"index": index}
-
-
-def _name(state: Recorded, index: Any) -> dict[str, Any]:
-    """Returns the name of an element, which only the host can show."""
-    names = names_of(state)
-    if not names:
-        raise names_lost_error(f"{name_of(state)} has lost the names of its leaves")
-    return {"name": names[int(index)]}
-
-
-def _flatten_names(
-    states: Mapping[str, Recorded],
-    summaries: Sequence[Summary],
-    labels: Sequence[tuple[str, ...]],
-    rates: Mapping[str, Any],
-    prefix: str,
-    of_entries: Callable[[Recorded, Any], dict[str, Any]] = _index,
-) -> dict[str, Any]:
-    """Returns the numbers of all records by name."""
+def _collect(
+    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, per_group: bool, caller: str
+) -> tuple[dict[str, Recorded], Labels, tuple[dict[str, LogRecord], Counts, dict[str, Any]]]:
+    """Returns the states and labels, and the records, earlier counts and rates to transfer."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
+    check_bool(per_group, "per_group")
+    check_int(top, 0, "top")
+    states = loggable_records(opt_state, caller)
+    records = {name: record_of(state) for name, state in states.items()}
+    labels = {name: labels_of(states[name], x, per_group) for name, x in records.items()}
+    earlier = counts_until(records, since)
+    if top and not any(map(has_elements, records.values())):
+        raise ValueError(
+            f"top must be 0 if no clip or record has several leaves or groups, got {top}; insert "
+            "monitor.record(scope=scopes.leaf()) before the clip"
+        )
+    return states, labels, (records, earlier, learning_rates(opt_state))
+
+
+def _flatten(
+    states: Mapping[str, Recorded],
+    summaries: Mapping[str, Summary],
+    labels: Labels,
+    rates: Mapping[str, Any],
+    prefix: str,
+    *,
+    with_names: bool,
+) -> dict[str, Any]:
+    """Returns the numbers of all records by name.
+
+    The worst elements have their names, which only the host can show, or their indices.
+    """
     flat = {}
-    for (name, state), numbers, entries in zip(states.items(), summaries, labels, strict=True):
-        ends = [f"/{entry}" for entry in entries] or [""]
+    for name, state in states.items():
+        numbers, ends = summaries[name], [f"/{label}" for label in labels[name]] or [""]
         for field in (field for field in NUMBERS if field in numbers):
-            column, of_each = numbers[field], [""] if field in OF_ALL else ends
-            flat |= {f"{prefix}{name}/{field}{x}": column[i] for i, x in enumerate(of_each)}
-        for i, few in enumerate(numbers.get("top", ())):
-            entry = of_entries(state, few["index"]) | {x: few[x] for x in NUMBERS if x in few}
-            flat |= {f"{prefix}{name}/top/{i}/{field}": x for field, x in entry.items()}
+            suffixes = [""] if field in OF_ALL else ends
+            flat |= {
+                f"{prefix}{name}/{field}{x}": numbers[field][i] for i, x in enumerate(suffixes)
+            }
+        for i, worst in enumerate(numbers.get("top", ())):
+            top = f"{prefix}{name}/top/{i}"
+            if not with_names:
+                flat[f"{top}/index"] = worst["index"]
+            elif names := names_of(state):
+                flat[f"{top}/name"] = names[int(worst["index"])]
+            else:
+                raise names_lost_error(f"{name_of(state)} has lost the names of its leaves")
+            flat |= {f"{top}/{field}": worst[field] for field in NUMBERS if field in worst}
     return flat | {f"{prefix}{name}": rate for name, rate in rates.items()}
 
 
