@@ -1,6 +1,11 @@
-"""Recording of norms and other statistics of the last steps on the device."""
+"""Records norms and other statistics of the last steps on the device.
 
-from collections.abc import Sequence
+Statistics are computed from a few norms. A norm that several statistics need is measured once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
@@ -8,10 +13,12 @@ import numpy as np
 from jax import Array
 
 import optaxclip._backend.meshes as meshes
+import optaxclip.norms as norms
 import optaxclip.scopes as scopes
+from optaxclip._backend.elementwise import as_arrays
 from optaxclip._backend.global_view import Transformation, global_view, transformation
 from optaxclip._backend.leaf_shardings import apply_scope
-from optaxclip._base.numerics import saturating_cast
+from optaxclip._base.numerics import divide_no_nan, promote_dtypes, saturating_cast
 from optaxclip._base.state import (
     REINIT_HINT,
     StaticNames,
@@ -19,13 +26,14 @@ from optaxclip._base.state import (
     register_state,
     safe_increment,
 )
-from optaxclip._base.trees import flatten
+from optaxclip._base.trees import FlatTree, flatten, is_sparse
 from optaxclip._base.types import PyTree
 from optaxclip._base.validation import check_bool, check_int, did_you_mean, validate_call
+from optaxclip._engine.measure import measure, with_entries
 from optaxclip._engine.options import Options, ShardingOptions, document_options
-from optaxclip._engine.plan import make_plan
+from optaxclip._engine.plan import Plan, get_param_leaves, make_plan
+from optaxclip._engine.products import InnerProducts, products
 from optaxclip.monitor._find_states import check_ring_buffer
-from optaxclip.monitor._statistics import STATISTICS, compute_statistics
 from optaxclip.norms import Norm
 from optaxclip.scopes.leaves import Scope, resolve_scope
 from optaxclip.thresholds._loss import loss_from_extra_args
@@ -237,3 +245,141 @@ def _append_row(
     if is_absent is not None:
         last = {key: jnp.where(is_absent, -jnp.inf, x) for key, x in last.items()}
     return safe_increment(steps, period=len(ring)), meshes.reuse_buffers(old, last), ring
+
+
+@dataclasses.dataclass(eq=False)
+class StatisticInputs:
+    """The norms and products used by statistics, which are measured at their first use."""
+
+    leaves: list[Any]
+    weights: list[Any]
+    plan: Plan
+    weights_plan: Plan  # The plan with the placement of the params.
+    norm: Norm
+    with_cosines: bool
+    measured: dict[tuple[str, Norm], Array] = dataclasses.field(default_factory=dict)
+
+    def grad_norms(self, norm: Norm) -> Array:
+        """Returns the norms of the gradients' groups, f32[groups]."""
+        if ("leaves", norm) not in self.measured:
+            self.measured["leaves", norm] = measure(self.leaves, self.plan, norm).norm
+        return self.measured["leaves", norm]
+
+    def param_norms(self, norm: Norm) -> Array:
+        """Returns the norms of the params' groups, f32[groups]."""
+        if ("weights", norm) not in self.measured:
+            # The pass for cosines also returns the L2 norms of dense params.
+            is_shared = self.with_cosines and norm is norms.l2
+            if is_shared and not any(map(is_sparse, self.leaves)):
+                found = jnp.where(self.plan.has_leaves(), self.products.other_norm, jnp.nan)
+            else:
+                found = measure(self.weights, self.weights_plan, norm).norm
+            self.measured["weights", norm] = found
+        return self.measured["weights", norm]
+
+    def zero_fractions(self) -> Array:
+        """Returns the fractions of zeros in groups, or 0 for a group without elements."""
+        not_zero = self.grad_norms(NOT_ZERO)
+        return jnp.asarray(with_entries(self.leaves, self.plan), not_zero.dtype) - not_zero
+
+    def shares(self) -> Array:
+        """Returns the fractions of groups in the squared norm of the whole tree, f32[groups]."""
+        norm, present = self.grad_norms(norms.l2), self.plan.has_leaves()
+        known = jnp.where(present, norm, 0)
+        # Norms are divided by the largest norm because their squares can overflow.
+        squares = jnp.square(divide_no_nan(known, jnp.max(known, initial=0), 0.0))
+        return jnp.where(present, divide_no_nan(squares, jnp.sum(squares), 0.0), norm)
+
+    def ratios(self) -> Array:
+        """Returns the norms of the gradients divided by those of the params, f32[groups]."""
+        found = [self.grad_norms(self.norm), self.param_norms(self.norm)]
+        norm, of_weights = promote_dtypes(found)
+        return divide_no_nan(norm, of_weights, jnp.where(norm > 0, jnp.inf, norm))
+
+    @functools.cached_property
+    def products(self) -> InnerProducts:
+        """The inner products of gradients and params, and their cosines."""
+        placement = self.plan.placement
+        is_unsharded = placement.is_unsharded and self.weights_plan.placement.is_unsharded
+        placement = dataclasses.replace(placement, is_unsharded=is_unsharded)
+        plan = dataclasses.replace(self.plan, placement=placement)
+        known = [self.grad_norms(norms.l2)]
+        if any(map(is_sparse, self.leaves)):
+            known.append(self.param_norms(norms.l2))
+        return products(self.leaves, self.weights, plan, *known)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStatistic:
+    """A statistic with one number per group of a tree."""
+
+    compute: Callable[[StatisticInputs], Array]
+    needs_params: bool = False
+
+
+NOT_ZERO = Norm(
+    "not_zero",
+    lambda x: (x != 0).astype(jnp.finfo(x.dtype).dtype),
+    norms.mean_abs.finalize,
+    degree=0,
+)
+"""A norm that counts elements as 0 or 1 and returns the fraction of nonzero elements."""
+
+STATISTICS: dict[str, GroupStatistic] = {
+    "norm": GroupStatistic(lambda inputs: inputs.grad_norms(inputs.norm)),
+    "max": GroupStatistic(lambda inputs: inputs.grad_norms(norms.linf)),
+    "mean_abs": GroupStatistic(lambda inputs: inputs.grad_norms(norms.mean_abs)),
+    "zero_fraction": GroupStatistic(StatisticInputs.zero_fractions),
+    "share": GroupStatistic(StatisticInputs.shares),
+    "param_norm": GroupStatistic(lambda inputs: inputs.param_norms(inputs.norm), needs_params=True),
+    "ratio": GroupStatistic(StatisticInputs.ratios, needs_params=True),
+    "cosine_param": GroupStatistic(lambda inputs: inputs.products.cosine, needs_params=True),
+}
+
+
+def compute_statistics(
+    flat: FlatTree, params: PyTree | None, plan: Plan, names: tuple[str, ...], options: Options
+) -> dict[str, Array]:
+    """Computes the named statistics, with one number per group or one for the tree."""
+    weights, weights_plan = [], plan
+    needing = [name for name in names if STATISTICS[name].needs_params]
+    if needing:
+        if params is None:
+            raise ValueError(
+                f"{options.name}: params must be passed to the update for the statistics "
+                f"{needing}, got None; use update(updates, state, params)"
+            )
+        weights, weights_plan = get_param_leaves(flat, params, plan, options)
+    static = {"plan": plan, "weights_plan": weights_plan, "names": names, "norm": options.norm}
+    return _compute_statistics(flat.inexact_leaves(), weights, **static)
+
+
+@global_view()
+def _compute_statistics(
+    leaves: list[Any],
+    weights: list[Any],
+    *,
+    plan: Plan,
+    weights_plan: Plan,
+    names: tuple[str, ...],
+    norm: Norm,
+) -> dict[str, Array]:
+    arrays, with_cosines = (as_arrays(leaves), as_arrays(weights)), "cosine_param" in names
+    inputs = StatisticInputs(*arrays, plan, weights_plan, norm, with_cosines)
+    return {name: _reduce_to_names(STATISTICS[name].compute(inputs), plan) for name in names}
+
+
+def _reduce_to_names(packed: Array, plan: Plan) -> Array:
+    """Reduces to one number per name, the largest for a leaf with many groups, or NaN."""
+    if plan.grouping.layout != "dict":
+        return packed
+    # f32[groups] -> f32[names]
+    found = []
+    for x in plan.unpack(packed):
+        # A maximum over devices drops NaN on a CPU (as of JAX 0.10.2).
+        is_unknown = jnp.isnan(x)
+        least = jnp.asarray(-jnp.inf, x.dtype)
+        largest = jnp.max(jnp.where(is_unknown, least, x), initial=least)
+        largest = jnp.where(largest == least, 0, largest)
+        found.append(jnp.where(jnp.any(is_unknown), jnp.nan, largest))
+    return meshes.stack(found) if found else jnp.zeros(0)

@@ -26,8 +26,7 @@ from optaxclip.monitor._find_states import (
 )
 from optaxclip.monitor._histogram import HistogramState
 from optaxclip.monitor._noise_scale import NoiseScaleState, scale_of
-from optaxclip.monitor._record import RecordState
-from optaxclip.monitor._statistics import STATISTICS
+from optaxclip.monitor._record import STATISTICS, RecordState
 from optaxclip.transforms.loss_scale import LossScaleState
 from optaxclip.transforms.skip import SkipState
 

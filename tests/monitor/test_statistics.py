@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from optaxclip import monitor, scopes
-from optaxclip.monitor._statistics import STATISTICS
+from optaxclip.monitor._record import STATISTICS
 
 STATS = tuple(STATISTICS)
 OF_PARAMS = ("param_norm", "ratio", "cosine_param")
