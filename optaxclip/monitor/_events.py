@@ -46,7 +46,7 @@ NOT_RUN = -1
 """Marks a stage that did not run. Leaves are numbered from 1, and 0 marks a tree without leaves."""
 
 _WRAP_STATE = (
-    "If the optimizer ran without events until now, put its state into a fresh one: "
+    "If the optimizer ran without events before, insert its state into a fresh state: "
     "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
 )
 
@@ -179,7 +179,7 @@ def events(
     ) -> tuple[PyTree, EventsState]:
         check_state(state, EventsState, name, _WRAP_STATE, updates=updates)
         before = _find_sources(state.inner_state, name)
-        check_ring_buffer(state.numbers, (window, len(before), 3), name, "other events")
+        check_ring_buffer(state.numbers, (window, len(before), 3), name)
         names, norms, positions = state.names, None, None
         if any(not has_elements(source.record) for source in before):
             flat = flatten(updates, "updates").match_name_style(state.names)
@@ -248,10 +248,9 @@ def _find_sources(inner_state: PyTree, name: str) -> list[EventSource]:
     sources = event_sources(inner_state)
     if not sources:
         raise ValueError(
-            f"{name} goes around a clip or a skip, and inner has none that keeps a record: wrap "
-            f"the chain that has the clip, {name}(optax.chain(clip, optimizer)); clip, "
-            "clip_by_value and clip_by_second_moment keep no record, nor does anything with "
-            "record=False"
+            f"inner of {name} must contain a clip or a skip with a record, got neither; wrap the "
+            f"chain of the clip, {name}(optax.chain(clip, optimizer)) (clip, clip_by_value, "
+            "clip_by_second_moment and transformations with record=False keep no record)"
         )
     return sources
 

@@ -185,7 +185,7 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
     )
     check_not_vmapped(step, "histograms")
     if not state.names and len(counts):
-        raise names_lost_error("the histogram has lost the names of its groups")
+        raise names_lost_error("the histogram")
     # i64[groups, counts]
     counts = counts[:, 0].astype(np.int64) + (counts[:, 1].astype(np.int64) << WORD_BITS)
     return dict(zip(state.names, (_histogram(x, int(step)) for x in counts), strict=True))

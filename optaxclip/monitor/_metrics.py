@@ -44,14 +44,14 @@ from optaxclip.transforms.skip import SkipState
 
 @jax.tree_util.register_pytree_with_keys_class
 class Records(dict[str, ClipInfo]):
-    """The records by key, which also accepts the end of a key if this end is unique."""
+    """The records by key. It can also be indexed with the end of a key if this end is unique."""
 
     def __missing__(self, end: str) -> ClipInfo:
         fitting = [key for key in self if key.endswith(f"/{end}")]
         if len(fitting) == 1:
             return self[fitting[0]]
-        which = "several keys end with it" if fitting else "no key is it or ends with it"
-        raise KeyError(f"{end!r}: {which}; the keys are {list(self)}")
+        matches = f"{len(fitting)} matches"
+        raise KeyError(f"key must match exactly one of {list(self)}, got {end!r} with {matches}")
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, ClipInfo]], tuple[str, ...]]:
         """Returns the records as children, in their order."""
@@ -367,7 +367,7 @@ def _flatten(
             elif names := names_of(state):
                 flat[f"{top}/name"] = names[int(worst["index"])]
             else:
-                raise names_lost_error(f"{name_of(state)} has lost the names of its leaves")
+                raise names_lost_error(f"the state of {name_of(state)}")
             flat |= {f"{top}/{field}": worst[field] for field in NUMBERS if field in worst}
     return flat | {f"{prefix}{name}": rate for name, rate in rates.items()}
 

@@ -140,7 +140,7 @@ def noise_scale(
         steps = safe_increment(state.steps, is_finite)
         number = jnp.maximum(steps, 1).astype(jnp.float32)
         # The weight of the newest of `number` estimates is (1 - decay) / (1 - decay**number). Use
-        # expm1, because the differences lose all digits in float32 if decay is close to 1.
+        # expm1, because these differences lose digits in float32 if decay is close to 1.
         log_decay = jnp.log(cast_to_float32(decay))
         weight = jnp.expm1(log_decay) / jnp.expm1(number * log_decay)
         # Non-finite sums are replaced first, because `jax_debug_nans` stops at a NaN.

@@ -156,7 +156,9 @@ def record(
     kept = _check_stats(stats)
     chosen_scope = scopes.tree() if scope is None else resolve_scope(scope)
     if check_bool(loss, "loss") and (scope is not None or kept != ("norm",)):
-        raise ValueError("loss cannot be kept with scope or stats: chain a second record for those")
+        raise ValueError(
+            "loss must be False with scope or stats, got True; chain a second record for the loss"
+        )
     name = checked.name
 
     def init(params: PyTree) -> RecordState:
@@ -181,8 +183,8 @@ def record(
         keys = ("loss",) if loss else kept
         if sorted(state.last) != list(keys):
             raise ValueError(
-                f"{name}: the state was made by another record: it holds the statistics "
-                f"{sorted(state.last)}, and this record keeps {list(keys)}; {REINIT_HINT}"
+                f"{name}: state must contain the statistics {list(keys)}, got "
+                f"{sorted(state.last)}; {REINIT_HINT}"
             )
         absent = None
         if loss:
@@ -199,7 +201,7 @@ def record(
                 absent = ~np.array(plan.grouping.has_leaves)
         rows = (window, len(found)) if len(found) > 1 else (window,)
         shape = (*rows, *jnp.shape(next(iter(found.values()))))
-        check_ring_buffer(state.ring, shape, name, "another record")
+        check_ring_buffer(state.ring, shape, name)
         steps, last, ring = _append_row(state.steps, state.last, state.ring, found, absent)
         return updates, state._replace(steps=steps, names=names, last=last, ring=ring)
 
@@ -210,14 +212,14 @@ def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
     """Checks the names of statistics and returns them sorted."""
     given = (stats,) if isinstance(stats, str) else stats
     if not isinstance(given, Sequence) or not all(isinstance(stat, str) for stat in given):
-        raise TypeError(f"stats must be a name or several, of {list(STATISTICS)}; got {stats!r}")
+        raise TypeError(f"stats must be a name or a sequence of names, got {stats!r}")
     for stat in given:
         if stat not in STATISTICS:
             hint = did_you_mean(stat, STATISTICS)
-            raise ValueError(f"stats must be among {list(STATISTICS)}, got {stat!r}{hint}")
+            raise ValueError(f"stats must be from {list(STATISTICS)}, got {stat!r}{hint}")
     if not given or len(set(given)) < len(given):
         raise ValueError(
-            f"stats must name at least one of {list(STATISTICS)}, each at most once; got {stats!r}"
+            f"stats must be one or more different names from {list(STATISTICS)}, got {stats!r}"
         )
     return tuple(sorted(given))
 

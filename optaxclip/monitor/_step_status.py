@@ -147,7 +147,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
         else:
             nameless.append(key)
     if not found and nameless:
-        raise names_lost_error(f"{nameless} have lost the names of their leaves")
+        raise names_lost_error(f"the states of {nameless}")
     if not found:
         raise ValueError(
             "opt_state must contain a skip or a clip of leaves, got neither; wrap the optimizer in "

@@ -302,7 +302,7 @@ def labels_of(state: Recorded, record: LogRecord, per_group: bool) -> tuple[str,
     if has_elements(record):
         values = record.norm if isinstance(record, ClipRecord) else record.last
         if not names and any(x.size for x in jax.tree.leaves(values)):
-            raise names_lost_error(f"{name_of(state)} has lost the names of its leaves")
+            raise names_lost_error(f"the state of {name_of(state)}")
         return tuple(names)
     return tuple(names) if isinstance(record, HistogramRecord) else ()
 

@@ -140,5 +140,7 @@ def test_top_rejects_invalid_values():
             function(state, top=1.5)
     lost = serialization.to_state_dict(after(optaxclip.clip_by_norm(1.0), GRADS))
     assert column(monitor.metrics(lost, top=2), "clip", "index", 2) == [1, 3]
-    with pytest.raises(ValueError, match=r"clip has lost the names .* pass the nnx\.Optimizer"):
+    with pytest.raises(
+        ValueError, match=r"state of clip must contain names.* pass the nnx\.Optimizer"
+    ):
         monitor.scalars(lost, top=2)
