@@ -475,8 +475,8 @@ def histogram(
         wide = state.counts.shape[-1] == num_counts(wide=True)
         if norm_dtype(map(dtype_of, leaves)) == jnp.float64 and not wide:
             raise ValueError(
-                f"{name}: the {of} must not have float64 leaves if the params of init had none, "
-                f"got float64; call init with params of the counted dtypes, or {REINIT_HINT}"
+                f"{name}: the params of init must have float64 leaves if the {of} have them, got "
+                f"none; call init with params of the counted dtypes, or {REINIT_HINT}"
             )
         steps, counted, counts = _write_counts(
             state.steps,

@@ -204,7 +204,7 @@ def test_read_returns_same_names_under_jit():
 @pytest.mark.parametrize("function", [monitor.scalars, monitor.history])
 def test_scalars_and_history_under_jit_raise(function):
     state = after(optax.chain(tree_clip(), monitor.record(3)), GRADS)
-    with pytest.raises(TypeError, match=r"under jit.*call it on the state that"):
+    with pytest.raises(TypeError, match=r"got tracers of jit.*pass the state that"):
         jax.jit(function)(state)
 
 

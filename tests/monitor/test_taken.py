@@ -187,5 +187,7 @@ def test_step_was_applied_without_skip_raises():
             ValueError, match=r"monitor\.step_was_applied must contain a skip, got \w+"
         ):
             monitor.step_was_applied(tx.init(PARAMS))
-    with pytest.raises(ValueError, match=r"got: dict, with the leaves 'a', 'b'\. Put skip_"):
+    with pytest.raises(
+        ValueError, match=r"got dict, with the leaves 'a', 'b'; wrap the optimizer in skip_"
+    ):
         monitor.step_was_applied(PARAMS)
