@@ -99,6 +99,7 @@ def read(opt_state: PyTree) -> Records:
       >>> print(read(opt_state)["clip_by_global_norm"].norm)
       5.0
     """
+    # A box of an `nnx.Optimizer` is not an array, so the fields of the records are unboxed.
     places, infos = [], []
     for path, state in records(opt_state, "read"):
         places.append((path, (name_of(state),)))
@@ -125,10 +126,10 @@ def metrics(
 
       number           | of   | meaning                                    | of many elements
       -----------------|------|--------------------------------------------|-----------------
-      norm             | both | the norm before clipping                   | of the worst one
-      threshold        | both | the norm above which the rule acts         | of the worst one
-      factor           | both | the factor applied to the gradient         | of the worst one
-      clipped_norm     | both | norm * factor, the norm after clipping     | of the worst one
+      norm             | both | the norm before clipping                   | of the worst
+      threshold        | both | the norm above which the rule acts         | of the worst
+      factor           | both | the factor applied to the gradient         | of the worst
+      clipped_norm     | both | norm * factor, the norm after clipping     | of the worst
       clipped_fraction | clip | num_clipped / steps                        | the largest
       num_clipped      | clip | steps so far with clipping                 | the largest
       num_nonfinite    | both | steps so far with a non-finite norm        | the largest
@@ -154,24 +155,25 @@ def metrics(
     step, if `optax.inject_hyperparams` keeps it under this name. If there are several, the second
     and later names end with a number.
 
-    Late in a run, the fraction over all steps hardly changes. With `since`, the fraction and all
-    counts cover only the steps after an earlier state. All other numbers still describe the last
-    step. If there was no step between the two states, the fraction is 0. If `since` is the later
-    state, for example after a rollback, the fraction is NaN and `steps` is negative.
+    The fraction over all steps hardly changes late in a run. You can use `since` to restrict the
+    fraction and all counts to the steps after an earlier state. The remaining numbers still
+    describe the last step. If there was no step between the two states, the fraction is 0. If
+    `since` is the later state, for example after a rollback, the fraction is NaN and `steps` is
+    negative.
 
-    With `top`, clips and records with several leaves or groups also show the numbers of the worst
-    ones, the worst first: `clip_by_norm/top/0/norm`, `threshold`, `factor` and `clipped_norm`, and
-    all statistics of a record, `record/top/0/share`. A record sorts them by their norms. If it
-    keeps no norms, it uses the first of its statistics in the order of its table.
-    `record/top/0/index` identifies the leaf. Its name is `history_names(state)[index]`, or
+    You can use `top` to add the numbers of the worst leaves or groups, the worst first. For a clip,
+    these are `clip_by_norm/top/0/norm`, `threshold`, `factor` and `clipped_norm`, and for a record
+    all of its statistics, `record/top/0/share`. A record sorts its groups by their norms, or
+    without norms by the first of its statistics in the order of its table. `record/top/0/index`
+    identifies the leaf. Its name is `history_names(state)[index]`, or
     `read(state)["clip_by_norm"].names[index]` for a clip. `scalars` returns the name itself as
-    `record/top/0/name`. If there are fewer leaves than `top`, there are fewer numbers.
+    `record/top/0/name`. There are fewer numbers for trees with fewer leaves than `top`.
 
-    Labels have separate numbers (scopes `group` and `muon`). With `per_group`, leaves and the
-    layers of a stack also have separate numbers: `clip_by/norm/layers/00`. Otherwise, one number
-    represents all of them, because there can be very many leaves, units, or states under `vmap`.
-    The worst element has the largest ratio of norm to threshold. If several are equal (up to
-    rounding), the first is used. A non-finite norm and a threshold of 0 are worse than all others.
+    Labels have separate numbers (scopes `group` and `muon`). You can use `per_group` to also get
+    separate numbers for leaves and for the layers of a stack: `clip_by/norm/layers/00`. By default,
+    one number represents all of them, because there can be very many leaves, units, or states under
+    `vmap`. The worst element has the largest ratio of norm to threshold. The first of several equal
+    elements (up to rounding) is used. A non-finite norm or a threshold of 0 is always the worst.
     The threshold is inf before the first step, and always for `skip_nonfinite`.
 
     The names depend only on the transformations and are the same at all steps. If several
@@ -182,8 +184,8 @@ def metrics(
       opt_state: Any pytree that contains the state, as in `read`.
       prefix: The start of all names, such as "train/".
       since: An earlier state of the same optimizer, or its `counts`. Only later steps are counted.
-        If None, counts from the first step. Keep `counts` between two logs, because a step deletes
-        a state that is donated to it.
+        If None, counts from the first step. You should keep `counts` between two logs, because a
+        step deletes a donated state.
       top: The number of worst leaves or groups to show.
       per_group: If True, leaves, layers and groups have separate numbers.
 
@@ -211,14 +213,15 @@ def metrics(
       5.0
     """
     states, labels, on_device = _collect(opt_state, prefix, since, top, per_group, "metrics")
+    # The arrays can be in the memory of the host, for example with an offloaded optimizer state.
     records, earlier, rates = memory.put_on_device(on_device)
-    # [labels], or [1] without labels
     summaries = {
         name: summarize_on_device(
             record, earlier.get(name, {}), with_labels=bool(labels[name]), top=top
         )
         for name, record in records.items()
     }
+    # Under `vmap`, the states can have several learning rates.
     rates = {name: jnp.max(jnp.asarray(rate)) for name, rate in rates.items()}
     return _flatten(states, summaries, labels, rates, prefix, with_names=False)
 
@@ -348,13 +351,11 @@ def _flatten(
     *,
     with_names: bool,
 ) -> dict[str, Any]:
-    """Returns the numbers of all records by name.
-
-    The worst elements have their names, which only the host can show, or their indices.
-    """
+    """Returns the numbers of all records by name."""
     flat = {}
     for name, state in states.items():
         numbers, ends = summaries[name], [f"/{label}" for label in labels[name]] or [""]
+        # `jit` sorts its results by name, so the order is that of NUMBERS.
         for field in (field for field in NUMBERS if field in numbers):
             suffixes = [""] if field in OF_ALL else ends
             flat |= {
@@ -362,6 +363,7 @@ def _flatten(
             }
         for i, worst in enumerate(numbers.get("top", ())):
             top = f"{prefix}{name}/top/{i}"
+            # Names are strings, so compiled functions can only return indices.
             if not with_names:
                 flat[f"{top}/index"] = worst["index"]
             elif names := names_of(state):
@@ -421,6 +423,7 @@ def _plain(value: Any, name: str) -> str | float | None:
     """Converts a value to its JSON type."""
     if not isinstance(value, Tracer) and np.shape(value) == () and hasattr(value, "item"):
         value = value.item()
+    # JSON has no NaN and no infinities.
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, str | int | float):

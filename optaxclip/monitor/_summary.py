@@ -85,19 +85,19 @@ class NormRecord(LogRecord):
     num_nonfinite: Any  # i32, with the same shape
 
     def worst_elements(self, shape: tuple[int, int]) -> Summary:
-        """Returns the numbers of the element with the largest ratio of norm to threshold by column.
+        """Reshapes to [rows, columns] and returns the largest ratio of norm to threshold by column.
 
-        The arrays are reshaped to `shape` first, [rows, columns].
+        The result also contains the other numbers of these elements.
         """
         xp = _namespace(self.norm)
         columns = {field: getattr(self, field).reshape(shape) for field in EMPTY_RECORD}
-        norm = columns["norm"]
+        norm = columns["norm"]  # f32[rows, columns]
         if len(norm) == 0:
             of_none = xp.ones(norm.shape[1:], norm.dtype)
             found = {field: of_none * x for field, x in EMPTY_RECORD.items()}
         else:
             found = _take_argmax(_norm_to_threshold(norm, columns["threshold"]), columns)
-        factor = found["factor"]
+        factor = found["factor"]  # f32[columns]
         # A factor of 0 must result in 0, but NaN * 0 is NaN.
         return found | {"clipped_norm": xp.where(factor == 0, 0, found["norm"]) * factor}
 
@@ -115,12 +115,13 @@ class ClipRecord(NormRecord):
         xp, record = _namespace(self.norm), self.since(earlier)
         shape = _column_shape(self.steps, with_labels)
         found = record.worst_elements(shape)
-        steps = _column_max(record.steps.reshape(-1, 1))
-        num_clipped = _column_max(record.num_clipped.reshape(shape))
+        steps = _column_max(record.steps.reshape(-1, 1))  # i32[1]
+        num_clipped = _column_max(record.num_clipped.reshape(shape))  # i32[labels] or i32[1]
         fraction = (num_clipped / xp.maximum(steps, 1)).astype(xp.float32)
         return found | {
             "steps": steps,
             "num_clipped": num_clipped,
+            # The steps are negative if `since` is the later state, for example after a rollback.
             "clipped_fraction": xp.where(steps < 0, xp.nan, fraction),
             "num_nonfinite": _column_max(record.num_nonfinite.reshape(shape)),
         }
@@ -150,9 +151,9 @@ class SkipRecord(NormRecord):
         if self.loss is None:
             return found
         xp = _namespace(self.loss)
-        # [states, 1]
         loss, threshold = self.loss.reshape(-1, 1), self.loss_threshold.reshape(-1, 1)
-        is_finite = xp.isfinite(loss)
+        is_finite = xp.isfinite(loss)  # bool[states, 1]
+        # A difference is used instead of a ratio, because a loss can be negative.
         above = xp.where(is_finite, xp.where(is_finite, loss, 0) - threshold, xp.inf)
         return found | _take_argmax(above, {"loss": loss, "loss_threshold": threshold})
 
@@ -167,7 +168,7 @@ class LossScaleRecord(SkipRecord):
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
         """Computes the numbers of the skip, and the smallest loss scale."""
         xp, scales = _namespace(self.loss_scale), self.loss_scale.reshape(-1, 1)
-        smallest = xp.min(scales, axis=0, initial=xp.inf)
+        smallest = xp.min(scales, axis=0, initial=xp.inf)  # f32[1]
         return super().summarize(earlier, with_labels) | {"loss_scale": smallest}
 
 
@@ -185,7 +186,9 @@ class NoiseRecord(LogRecord):
         del earlier, with_labels
         xp = _namespace(self.steps)
         sums = {"signal": self.signal, "variance": self.variance}
-        means = {field: xp.mean(x.reshape(-1, 1), axis=0) for field, x in sums.items()}
+        # The sums are averaged first, because a ratio of averages has less noise than an average
+        # of ratios.
+        means = {field: xp.mean(x.reshape(-1, 1), axis=0) for field, x in sums.items()}  # f32[1]
         return {"scale": scale_of(xp.max(self.steps), **means), **means}
 
 
@@ -200,23 +203,25 @@ class HistogramRecord(LogRecord):
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
         """Computes quantiles of the exponents, the fraction of zeros, and non-finite counts."""
         xp = _namespace(self.steps)
-        # The counts of one step remain valid if no step followed the earlier state.
+        # The counts are those of a single step, so they remain valid without steps after `since`.
         was_run, steps = xp.any(self.steps > 0), self.since(earlier).steps
         shape = (*_column_shape(self.steps, with_labels), *self.sizes.shape[-2:])
+        # u32[labels, 2, counts]. The two words of a count are summed separately.
         words = xp.sum(self.sizes.reshape(shape), axis=0, dtype=self.sizes.dtype)
         low, high = words[:, 0], words[:, 1]  # u32[labels, counts]
         counts = low.astype(xp.float32) + high.astype(xp.float32) * xp.float32(2.0**WORD_BITS)
         # The counts start with the zeros and end with the infinite elements and NaN.
-        up_to = xp.cumsum(counts[:, 1:-2], axis=1)
+        up_to = xp.cumsum(counts[:, 1:-2], axis=1)  # f32[labels, bins]
         num_nonzero, num_elements = up_to[:, -1:], xp.sum(counts, axis=1)
         exponents = bin_exponents(is_float64=words.shape[-1] == num_counts(wide=True))
 
         def quantile(fraction: float) -> Any:
             is_reached = (up_to >= xp.float32(fraction) * num_nonzero).astype(xp.int32)
+            # f32[labels]. The argmax is the first bin in which the quantile is reached.
             found = xp.asarray(exponents, xp.float32)[xp.argmax(is_reached, axis=1)]
             return xp.where(num_nonzero[:, 0] > 0, found, xp.nan)
 
-        # The low words of several groups were summed and can need more than WORD_BITS bits.
+        # The low words of several groups were summed and can use more than WORD_BITS bits.
         high, low = high + (low >> WORD_BITS), low & (2**WORD_BITS - 1)
         exact = xp.where(high < 2**15, (high << WORD_BITS) | low, 2**31 - 1).astype(xp.int32)
         found = {
@@ -249,7 +254,7 @@ class StatisticsRecord(LogRecord):
     def rank_elements(self) -> tuple[Any, Summary]:
         """Returns the scores and the statistics of all groups, [groups]."""
         shape = _column_shape(self.steps, with_labels=True)
-        columns = {name: x.reshape(shape) for name, x in self.last.items()}
+        columns = {name: x.reshape(shape) for name, x in self.last.items()}  # f32[states, groups]
         # All statistics use the order of the norms, or of the first statistic without norms.
         values = columns[next(x for x in ("norm", *NUMBERS) if x in columns)]
         xp = _namespace(values)
@@ -325,12 +330,8 @@ def summarize_on_device(
 
 
 def summarize(record: LogRecord, earlier: dict[str, Any], with_labels: bool, top: int) -> Summary:
-    """Computes the numbers of a record and of its `top` worst elements.
-
-    The counts of an earlier state are subtracted. With labels, elements along the last axis have
-    separate numbers.
-    """
-    found = record.summarize(earlier, with_labels)
+    """Computes the numbers of a record, or of the labels in it, and of its `top` worst elements."""
+    found = record.summarize(earlier, with_labels)  # [labels], or [1] without labels.
     return found | ({"top": top_k(record, top)} if top and has_elements(record) else {})
 
 
@@ -338,7 +339,8 @@ def top_k(record: ClipRecord | StatisticsRecord, top: int) -> list[dict[str, Any
     """Returns the numbers and the indices of the worst or largest elements."""
     score, found = record.rank_elements()
     xp = _namespace(score)
-    is_taken, few = xp.zeros(score.shape, bool), []
+    is_taken, few = xp.zeros(score.shape, bool), []  # bool[elements]
+    # A sort would order elements by rounding errors, and so differently on the device and the host.
     for _ in range(min(top, score.size)):
         left = xp.where(is_taken, -xp.inf, score)
         where = xp.argmax(_is_largest(left) & ~is_taken)
@@ -377,7 +379,8 @@ def _nan_aware_max(rows: Any) -> Any:
 
 
 def _norm_to_threshold(norm: Any, threshold: Any) -> Any:
-    """Computes sqrt(norm / threshold), which never overflows in float32, unlike the ratio."""
+    """Computes sqrt(norm / threshold), or inf for a non-finite norm or a threshold of 0."""
+    # The square root never overflows in float32, unlike the ratio. It has the same order.
     xp = _namespace(norm)
     is_usable = (threshold > 0) & xp.isfinite(norm)
     norm, threshold = xp.where(is_usable, norm, 0), xp.where(is_usable, threshold, 1)
@@ -394,22 +397,18 @@ def _take_argmax(score: Any, columns: dict[str, Any]) -> Summary:
 
 
 def take_along_columns(where: Any, x: Any) -> Any:
-    """Returns `x[where]` with a separate index per column.
-
-    Uses a sum, because JAX cannot index under `vmap` over an axis of an explicit mesh (as of JAX
-    0.10.2).
-    """
+    """Returns `x[where]` with a separate index per column."""
+    # Use a sum, because JAX cannot index under `vmap` over an axis of an explicit mesh (as of JAX
+    # 0.10.2).
     xp = _namespace(x)
-    entries = xp.arange(len(x)).reshape(-1, *(1,) * where.ndim)
-    is_there = entries == where.reshape(1, *where.shape)
+    rows = xp.arange(len(x)).reshape(-1, *(1,) * where.ndim)  # i32[rows, 1] or i32[rows]
+    is_there = rows == where.reshape(1, *where.shape)  # bool[rows, columns]
     return xp.sum(xp.where(is_there, x, 0), axis=0, dtype=x.dtype)
 
 
 def _is_largest(score: Any) -> Any:
-    """Marks the largest scores of columns, up to rounding.
-
-    The device and the host round differently, but must choose the same one of equal elements.
-    """
+    """Marks the largest scores of columns, up to rounding."""
+    # The device and the host round differently, but must choose the same one of equal elements.
     xp = _namespace(score)
     largest = xp.max(score, axis=0, keepdims=True)
     return score >= xp.minimum(largest, largest * (1 - ROUNDING))
@@ -422,9 +421,9 @@ Counts: TypeAlias = dict[str, dict[str, Any]]
 def counts(opt_state: PyTree) -> Counts:
     """Returns the counts of all records in a state, for `since=` of a later log.
 
-    The state itself may no longer exist by then, because a step to which it is donated deletes its
-    arrays and an `nnx.Optimizer` changes in place. Keeping it would also use memory for Adam's
-    moments. The counts are a few integers in plain data, which a checkpoint can contain.
+    You should keep the counts instead of the state, because a step deletes the arrays of a donated
+    state and an `nnx.Optimizer` changes in place. Keeping the state would also use memory for
+    Adam's moments. The counts are a few integers, and you can save them in a checkpoint.
 
     Args:
       opt_state: Any pytree that contains the state, as in `read`.
@@ -432,8 +431,8 @@ def counts(opt_state: PyTree) -> Counts:
     Returns:
       A dict from the names of clips, skips and `record` in `metrics` to their counts: `steps`,
       `num_clipped`, `num_nonfinite` and `num_skipped`, if the record has them. They are int32
-      arrays, with one element per leaf or label if the record has several. Outside `jit` they are
-      NumPy arrays, after one `jax.device_get`.
+      arrays, with one element per leaf or label if there are several. Outside `jit`, they are NumPy
+      arrays, after one `jax.device_get`.
 
     Raises:
       ValueError: If `metrics` raises it for this state.
@@ -460,7 +459,7 @@ def counts(opt_state: PyTree) -> Counts:
     found = _counts_of({name: record_of(state) for name, state in states.items()})
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(found)):
         return found
-    # Copied, because `device_get` returns views of the device's memory on a CPU. A later step
+    # Use copies, because `device_get` returns views of the device's memory on a CPU. A later step
     # could change these views, or could not reuse the memory.
     return jax.tree.map(np.array, jax.device_get(found))
 
@@ -483,8 +482,8 @@ def counts_until(found: Mapping[str, LogRecord], since: PyTree | None) -> Counts
     )
     if shapes != before:
         raise ValueError(
-            f"since must be an earlier state of the same optimizer, or monitor.counts of it: it "
-            f"holds the counts {before}, and the state holds {shapes}"
+            f"since must be an earlier state of the same optimizer or its monitor.counts, with the "
+            f"counts {shapes}, got {before}"
         )
     return earlier
 
@@ -513,7 +512,7 @@ def _parse_since(since: PyTree) -> Counts:
         found = loggable_records(since, "counts")
     except ValueError:
         raise ValueError(
-            "since must be an earlier state of the optimizer, or monitor.counts of it, got "
+            "since must be an earlier state of the optimizer or its monitor.counts, got "
             f"{describe_tree(since)}"
         ) from None
     return _counts_of({name: record_of(state) for name, state in found.items()})
