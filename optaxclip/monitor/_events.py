@@ -1,4 +1,4 @@
-"""Recording of the actions of clipping stages and skips at the last steps."""
+"""Records the actions of clipping stages and skips at the last steps."""
 
 import dataclasses
 from typing import Any, NamedTuple, Unpack
@@ -58,8 +58,9 @@ class EventsState(NamedTuple):
     Attributes:
       steps: int32[], the number of steps so far.
       name: The name of the transformation, as a tuple with one element.
-      names: The names of the leaves among which the worst is chosen. Empty if all clipping stages
-        and skips inside have norms of leaves or groups. A leaf that was None at `init` is last.
+      names: The names of the leaves among which the worst leaf is chosen. Empty if all clipping
+        stages and skips inside have norms of leaves or groups. A leaf that was None at `init` is
+        last.
       numbers: float32[window, sources, 3], the norm, threshold and factor of the clipping stages
         and skips inside, in the order of `read`. For the loss of a skip, the loss and its
         threshold. Step n is in row `n % window`.
@@ -79,6 +80,7 @@ class EventsState(NamedTuple):
     def after_skip(self, skip: Array) -> "EventsState":
         """Returns the state with a row for the step if a surrounding skip skipped it."""
         at = self.steps % self.numbers.shape[0]
+        # i32[1 + sources]. The verdict is "skipped", and no stage ran.
         row = jnp.full(self.flags.shape[1:], NOT_RUN, jnp.int32).at[0].set(len(VERDICTS) - 1)
         return self._replace(
             steps=safe_increment(self.steps, skip, period=self.numbers.shape[0]),
@@ -184,9 +186,10 @@ def events(
         if any(not has_elements(source.record) for source in before):
             flat = flatten(updates, "updates").match_name_style(state.names)
             plan = make_plan(flat, scopes.leaf(), checked)
-            norms, found = compute_norms(flat, plan, checked.norm), plan.grouping.names
-            names = StaticNames((*names, *(each for each in found if each not in tuple(names))))
-            positions = np.array([names.index(each) for each in found], np.int32)
+            norms, present = compute_norms(flat, plan, checked.norm), plan.grouping.names
+            # New names are appended, because the ring contains the positions of the old names.
+            names = StaticNames((*names, *(name for name in present if name not in tuple(names))))
+            positions = np.array([names.index(name) for name in present], np.int32)  # i32[leaves]
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         after = _find_sources(inner_state, name)
         steps, numbers, flags = _append_row(
@@ -212,7 +215,7 @@ class EventSource(NamedTuple):
       name: The name, as in `metrics`. The loss of a skip has the name of the skip.
       record: The record of the last step. For a loss, its `norm` and `threshold` are those of the
         loss.
-      fraction: f32[], or f32[elements], the fraction of clipped groups.
+      fraction: f32[] or f32[elements], the fraction of clipped groups.
       names: The names of its leaves or groups.
       is_loss: True if it checks the loss.
       enclosing_skips: The positions of the skips around it.
@@ -233,6 +236,7 @@ def event_sources(inner_state: PyTree) -> list[EventSource]:
     names = deduplicate([name_of(state) for _, state in found])
     for name, (path, state) in zip(names, found, strict=True):
         record, fraction = norm_record_of(state), unbox(state.info.fraction)
+        # The path of a wrapped state starts with the path of the skip.
         around = tuple(i for i, outer in skips.items() if path[: len(outer)] == outer)
         if isinstance(record, SkipRecord):
             skips[len(sources)] = path
@@ -280,7 +284,7 @@ def _append_row(
         if isinstance(old, ClipRecord) and isinstance(new, ClipRecord):
             was_updated = new.steps != old.steps
             is_verdict["clipped"] |= was_updated & jnp.any(fraction > 0)
-            # The norm is finite if non-finite elements are masked, so compare the counts.
+            # The norm is finite if non-finite elements are masked, so use the counts.
             is_verdict["not finite"] |= jnp.any(new.num_nonfinite > old.num_nonfinite)
         else:
             # If the outer skip skips a step, an inner skip keeps its record of an older step.
@@ -292,14 +296,15 @@ def _append_row(
         found = {"norm": new.norm, "threshold": new.threshold, "factor": new.factor}
         found["index"] = worst_leaf
         if has_elements(new):
-            # A tree without leaves has no worst leaf.
+            # A tree without leaves has no worst group.
             found = next(iter(top_k(new, 1)), EMPTY_RECORD | {"index": jnp.array(-1)})
         row = [jnp.asarray(found[x], jnp.float32) for x in ("norm", "threshold", "factor")]
         rows.append(meshes.stack(row))  # f32[3]
         worst.append(jnp.where(was_updated, 1 + found["index"], NOT_RUN).astype(jnp.int32))
     verdict = jnp.zeros((), jnp.int32)
-    for code, each in enumerate(VERDICTS[1:], 1):
-        verdict = jnp.where(is_verdict[each], jnp.int32(code), verdict)
+    for code, name in enumerate(VERDICTS[1:], 1):
+        verdict = jnp.where(is_verdict[name], jnp.int32(code), verdict)
+    # f32[sources, 3] and i32[1 + sources]
     row, row_flags = meshes.stack(rows), meshes.stack([verdict, *worst])
     at = steps % len(numbers)
     return (
