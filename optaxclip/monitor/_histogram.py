@@ -10,20 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip._base.float_formats as float_formats
 import optaxclip.scopes as scopes
 from optaxclip._backend.elementwise import as_arrays
 from optaxclip._backend.exponent_counts import WORD_BITS, num_counts
 from optaxclip._backend.global_view import Transformation, global_view, transformation
 from optaxclip._backend.leaf_shardings import apply_scope
-from optaxclip._base.float_formats import (
-    OVERFLOW_EDGES,
-    bin_edges,
-    bin_exponents,
-    checked_format,
-    exponents,
-    overflow_threshold,
-    underflow_threshold,
-)
 from optaxclip._base.numerics import is_real, norm_dtype
 from optaxclip._base.state import (
     REINIT_HINT,
@@ -90,7 +82,9 @@ class Histogram:
           ValueError: If the format is not a real floating-point format with a sign and 0.
           TypeError: If `dtype` is not a dtype.
         """
-        is_lost = self.edges[1:] <= underflow_threshold(checked_format(dtype))  # bool[bins]
+        is_lost = self.edges[1:] <= float_formats.underflow_threshold(
+            float_formats.checked_format(dtype)
+        )  # bool[bins]
         return int(self.counts[is_lost].sum()) / max(int(self.counts.sum()), 1)
 
     def overflow_fraction(self, dtype: jax.typing.DTypeLike) -> float:
@@ -111,7 +105,7 @@ class Histogram:
             floating-point format with a sign and 0.
           TypeError: If `dtype` is not a dtype.
         """
-        threshold = overflow_threshold(checked_format(dtype))
+        threshold = float_formats.overflow_threshold(float_formats.checked_format(dtype))
         if threshold >= self.edges[-1]:
             return 0.0
         if threshold not in self.too_large:
@@ -144,7 +138,7 @@ class Histogram:
         first, last = (known[0], known[-1]) if known.size else (0, 0)
         # float64 cannot represent the outer powers of a histogram of float64 elements.
         inner = np.log2(self.edges[1:-1])
-        exponents = np.concatenate([inner[:1] - 1, inner, inner[-1:] + 1])
+        exponents = np.concatenate([inner[:1] - 1, inner, inner[-1:] + 1])  # f64[bins + 1]
         return self.counts[first : last + 1], exponents[first : last + 2]
 
 
@@ -179,10 +173,8 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
     )
     words = {"reader": "histograms", "what": "histogram", "missing": missing}
     state = find_one_state(opt_state, name, HistogramState, **words)
-    # i32[], u32[groups, 2, counts]
-    step, counts = fetch_to_host(
-        (unbox(state.last_counted_step), unbox(state.counts)), "histograms"
-    )
+    arrays = unbox(state.last_counted_step), unbox(state.counts)
+    step, counts = fetch_to_host(arrays, "histograms")  # i32[], u32[groups, 2, counts]
     check_not_vmapped(step, "histograms")
     if not state.names and len(counts):
         raise names_lost_error("the histogram")
@@ -194,13 +186,14 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
 def _histogram(counts: Any, step: int) -> Histogram:
     """Adds the counts between two thresholds to bins with powers of two as edges."""
     wide = len(counts) == num_counts(wide=True)
-    powers = exponents(is_float64=wide)
+    powers = float_formats.exponents(is_float64=wide)
     edges = np.ldexp(1.0, [powers[0] - 1, *powers]), [np.inf if wide else 2.0**powers.stop]
-    in_bins = np.zeros(len(powers) + 1, np.int64)
-    np.add.at(in_bins, bin_exponents(is_float64=wide) - powers[0] + 1, counts[1:-2])
-    # The number of finite elements above a threshold is a sum from the right.
-    above = dict(zip(bin_edges(is_float64=wide), np.cumsum(counts[-3:0:-1])[::-1], strict=False))
-    too_large = {threshold.value: int(above.get(threshold, 0)) for threshold in OVERFLOW_EDGES}
+    in_bins = np.zeros(len(powers) + 1, np.int64)  # i64[bins]
+    np.add.at(in_bins, float_formats.bin_exponents(is_float64=wide) - powers[0] + 1, counts[1:-2])
+    # The number of finite elements above an edge is a sum from the right, i64[edges].
+    num_above = np.cumsum(counts[-3:0:-1])[::-1]
+    above = dict(zip(float_formats.bin_edges(is_float64=wide), num_above, strict=False))
+    too_large = {edge.value: int(above.get(edge, 0)) for edge in float_formats.OVERFLOW_EDGES}
     zeros, infinite, nan = (int(counts[place]) for place in (0, -2, -1))
     return Histogram(in_bins, np.concatenate(edges), zeros, infinite + nan, step, nan, too_large)
 
@@ -214,9 +207,9 @@ class GroupFit:
       above: The fraction that is too large without a scale.
       lowest: The smallest power of two as a scale with which at most the allowed fraction becomes
         0. It is 0 for a group without nonzero elements.
-      highest: The largest power of two as a scale with which no element is too large. It is
-        infinite for a group without nonzero elements. It can be half of the largest possible scale,
-        because only the bin of the largest element is known.
+      highest: The largest such scale with which no element is too large, or inf for a group without
+        nonzero elements. It can be half of the possible scale, because only the bin of the largest
+        element is known.
     """
 
     below: float
@@ -251,14 +244,11 @@ class DtypeFit:
 
     @property
     def loss_scale(self) -> float:
-        """The recommended loss scale.
-
-        It is 1 if no scale is needed, and otherwise the power of two midway between `lowest` and
-        `highest`. If all groups cannot fit with the same scale, it is `highest`.
-        """
+        """The recommended scale, 1 if it fits and otherwise midway from `lowest` to `highest`."""
         low, high = self.lowest, self.highest
         if low <= 1 <= high:
             return 1.0
+        # If no scale fits all groups, use the largest scale without overflow.
         if low > high or not low:
             return high
         if high == math.inf:
@@ -271,14 +261,12 @@ class DtypeFit:
         return tuple(name for name, x in self.groups.items() if x.lowest > self.loss_scale)
 
     def __str__(self) -> str:
-        """Returns the table."""
         rows = [("", "becomes 0", "too large", "loss scale")]
         for name, x in self.groups.items():
             scales = f"{_power(x.lowest)} to {_power(x.highest)}" if x.lowest else "any"
             misfit = "  does not fit" * (name in self.poor_fits)
             rows.append((name, f"{x.below:.2%}", f"{x.above:.2%}", f"{scales}{misfit}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        first, *numbers, _ = widths
+        first, *numbers, _ = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join([row[0].ljust(first), *map(str.rjust, row[1:-1], numbers), row[-1]]).rstrip()
             for row in rows
@@ -297,10 +285,9 @@ def dtype_fit(
 ) -> DtypeFit:
     """Computes the loss scale for a number format, and the groups that do not fit the format.
 
-    The function uses the histograms of gradients from `histogram`. The gradients should have been
-    computed in float32 or bfloat16 without a loss scale, because elements that float16 has rounded
-    to 0 cannot be distinguished from 0. You can pass the scale as `initial=` to
-    `optaxclip.scale_loss`.
+    The function uses the histograms of gradients from `histogram`. You should compute the gradients
+    in float32 or bfloat16 without a loss scale, because an element that float16 has rounded to 0
+    cannot be distinguished from 0. Pass the scale as `initial=` to `optaxclip.scale_loss`.
 
     Args:
       opt_state: A pytree that contains the state, as in `read`.
@@ -335,25 +322,25 @@ def dtype_fit(
         raise ValueError(
             f"max_lost_fraction must be at least 0 and below 1, got {max_lost_fraction!r}"
         )
-    dtype = checked_format(dtype)
+    dtype = float_formats.checked_format(dtype)
     found = histograms(opt_state, name)
     groups = {group: _fit(x, dtype, max_lost_fraction) for group, x in found.items()}
     return DtypeFit(dtype, max_lost_fraction, groups)
 
 
 def _fit(found: Histogram, dtype: jnp.dtype, max_lost_fraction: float) -> GroupFit:
-    """Computes the fit of a group."""
     below, above = found.underflow_fraction(dtype), found.overflow_fraction(dtype)
-    total = int(found.counts.sum())
+    total = int(found.counts.sum())  # Zeros fit with any scale and are not counted.
     if not total:
         return GroupFit(below, above, 0.0, math.inf)
     # All elements in the bins below `smallest` may be lost. All elements up to `largest` must fit.
     smallest = float(found.edges[np.argmax(np.cumsum(found.counts) > max_lost_fraction * total)])
     largest = float(found.edges[np.flatnonzero(found.counts)[-1] + 1])
-    low, high = underflow_threshold(dtype), overflow_threshold(dtype)
+    low, high = float_formats.underflow_threshold(dtype), float_formats.overflow_threshold(dtype)
     lowest = 0.0
     if low:
         lowest = low / smallest if smallest else math.inf
+    # The edges are powers of two, but the largest number of a format is not.
     highest = high if high == math.inf else 2.0 ** (math.frexp(high)[1] - 1) / largest
     return GroupFit(below, above, lowest, highest)
 
@@ -478,35 +465,21 @@ def histogram(
                 f"{name}: the params of init must have float64 leaves if the {of} have them, got "
                 f"none; call init with params of the counted dtypes, or {REINIT_HINT}"
             )
-        steps, counted, counts = _write_counts(
-            state.steps,
-            state.last_counted_step,
-            state.counts,
-            leaves,
-            plan=plan,
-            every=every,
-            wide=wide,
-        )
+        old = state.steps, state.last_counted_step, state.counts
+        steps, counted, counts = _write_counts(old, leaves, plan=plan, every=every, wide=wide)
         names = plan.grouping.names
-        return updates, state._replace(
-            steps=steps, last_counted_step=counted, names=names, counts=counts
-        )
+        return updates, HistogramState(steps, counted, state.name, names, counts)
 
     return transformation(init, update)
 
 
-@global_view(out_like=("steps", "counted", "counts"))
+@global_view(out_like="old")
 def _write_counts(
-    steps: Array,
-    counted: Array,
-    counts: Array,
-    leaves: list[Any],
-    *,
-    plan: Plan,
-    every: int,
-    wide: bool,
+    old: tuple[Array, Array, Array], leaves: list[Any], *, plan: Plan, every: int, wide: bool
 ) -> tuple[Array, Array, Array]:
     """Counts the elements if the step is due, and returns the new arrays of the state."""
+    # i32[], i32[], u32[groups, 2, counts]
+    steps, counted, counts = old
     leaves = lax.stop_gradient(as_arrays(leaves))
 
     def count(_: Any) -> tuple[Array, Array, Array]:

@@ -1,5 +1,6 @@
 """Reads the results of clips, skips and records at the last step from a state."""
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from jax import Array
 from jax.core import Tracer
 
 import optaxclip._backend.memory as memory
+import optaxclip._backend.meshes as meshes
 from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip._base.validation import check_bool, check_int, short_repr
 from optaxclip.monitor._find_states import (
@@ -26,18 +28,18 @@ from optaxclip.monitor._find_states import (
 from optaxclip.monitor._summary import (
     NUMBERS,
     OF_ALL,
+    ClipRecord,
     Counts,
+    HistogramRecord,
     LogRecord,
     Recorded,
     Summary,
     counts_until,
     has_elements,
-    labels_of,
     loggable_records,
     names_of,
     record_of,
     summarize,
-    summarize_on_device,
 )
 from optaxclip.transforms.skip import SkipState
 
@@ -216,7 +218,7 @@ def metrics(
     # The arrays can be in the memory of the host, for example with an offloaded optimizer state.
     records, earlier, rates = memory.put_on_device(on_device)
     summaries = {
-        name: summarize_on_device(
+        name: _summarize_on_device(
             record, earlier.get(name, {}), with_labels=bool(labels[name]), top=top
         )
         for name, record in records.items()
@@ -332,7 +334,7 @@ def _collect(
     check_int(top, 0, "top")
     states = loggable_records(opt_state, caller)
     records = {name: record_of(state) for name, state in states.items()}
-    labels = {name: labels_of(states[name], x, per_group) for name, x in records.items()}
+    labels = {name: _labels_of(states[name], x, per_group) for name, x in records.items()}
     earlier = counts_until(records, since)
     if top and not any(map(has_elements, records.values())):
         raise ValueError(
@@ -340,6 +342,28 @@ def _collect(
             "monitor.record(scope=scopes.leaf()) before the clip"
         )
     return states, labels, (records, earlier, learning_rates(opt_state))
+
+
+def _labels_of(state: Recorded, record: LogRecord, per_group: bool) -> tuple[str, ...]:
+    """Returns the elements with separate numbers (labeled ones or all), or an empty tuple."""
+    names = names_of(state)
+    if names.is_user_label or not per_group:
+        return tuple(names) if names.is_user_label else ()
+    if not has_elements(record):
+        return tuple(names) if isinstance(record, HistogramRecord) else ()
+    values = record.norm if isinstance(record, ClipRecord) else record.last
+    if not names and any(x.size for x in jax.tree.leaves(values)):
+        raise names_lost_error(f"the state of {name_of(state)}")
+    return tuple(names)
+
+
+@functools.partial(jax.jit, static_argnames=("with_labels", "top"), inline=True)
+def _summarize_on_device(
+    record: LogRecord, earlier: dict[str, Any], with_labels: bool, top: int
+) -> Summary:
+    # The arrays can be traced, or sharded by seeds over an explicit mesh.
+    record, earlier = jax.tree.map(meshes.replicate, (record, earlier))
+    return summarize(record, earlier, with_labels, top)
 
 
 def _flatten(

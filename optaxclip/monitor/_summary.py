@@ -1,7 +1,6 @@
 """Computes numbers for logs from records, on the device or on the host."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, Self, TypeAlias, TypeGuard
 
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-import optaxclip._backend.meshes as meshes
 from optaxclip._backend.exponent_counts import WORD_BITS, num_counts
 from optaxclip._base.float_formats import bin_exponents
 from optaxclip._base.state import StaticNames
@@ -20,7 +18,6 @@ from optaxclip.monitor._find_states import (
     describe_tree,
     is_deleted,
     name_of,
-    names_lost_error,
     records,
     unbox,
 )
@@ -55,9 +52,6 @@ COUNTS = ("steps", "num_clipped", "num_nonfinite", "num_skipped")
 
 OF_ALL = ("steps", "num_skipped")
 """The kinds of numbers that all elements share."""
-
-ROUNDING = 1e-6
-"""The maximum relative difference of positive scores that are treated as equal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,34 +293,12 @@ def has_elements(record: LogRecord) -> TypeGuard[ClipRecord | StatisticsRecord]:
     return isinstance(record, ClipRecord) and record.norm.ndim > record.steps.ndim
 
 
-def labels_of(state: Recorded, record: LogRecord, per_group: bool) -> tuple[str, ...]:
-    """Returns the elements with separate numbers (labeled ones or all), or an empty tuple."""
-    names = names_of(state)
-    if names.is_user_label or not per_group:
-        return tuple(names) if names.is_user_label else ()
-    if has_elements(record):
-        values = record.norm if isinstance(record, ClipRecord) else record.last
-        if not names and any(x.size for x in jax.tree.leaves(values)):
-            raise names_lost_error(f"the state of {name_of(state)}")
-        return tuple(names)
-    return tuple(names) if isinstance(record, HistogramRecord) else ()
-
-
 def names_of(state: Recorded) -> StaticNames:
     """Returns the names of the record's elements."""
     if isinstance(state, NoiseScaleState):
         return StaticNames()
     has_names = isinstance(state, RecordState | HistogramState)
     return state.names if has_names else state.info.names
-
-
-@functools.partial(jax.jit, static_argnames=("with_labels", "top"), inline=True)
-def summarize_on_device(
-    record: LogRecord, earlier: dict[str, Any], with_labels: bool, top: int
-) -> Summary:
-    """Computes `summarize` with `jax.numpy` for arrays that are traced or sharded by seeds."""
-    record, earlier = jax.tree.map(meshes.replicate, (record, earlier))
-    return summarize(record, earlier, with_labels, top)
 
 
 def summarize(record: LogRecord, earlier: dict[str, Any], with_labels: bool, top: int) -> Summary:
@@ -408,10 +380,11 @@ def take_along_columns(where: Any, x: Any) -> Any:
 
 def _is_largest(score: Any) -> Any:
     """Marks the largest scores of columns, up to rounding."""
-    # The device and the host round differently, but must choose the same one of equal elements.
+    # The device and the host round differently, but must choose the same one of equal elements. For
+    # negative scores, the minimum is the largest score itself.
     xp = _namespace(score)
     largest = xp.max(score, axis=0, keepdims=True)
-    return score >= xp.minimum(largest, largest * (1 - ROUNDING))
+    return score >= xp.minimum(largest, largest * (1 - 1e-6))
 
 
 Counts: TypeAlias = dict[str, dict[str, Any]]
