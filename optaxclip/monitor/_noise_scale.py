@@ -20,8 +20,8 @@ from optaxclip.thresholds._rule import check_decay
 class NoiseSums(NamedTuple):
     """Two unbiased estimates from the gradients of the parts of one batch.
 
-    They are squares of norms. In float32, they are infinite if the norms of the gradients exceed
-    about 1e19, and 0 below about 1e-19. Use float64 to represent all squares of float32 norms.
+    They are squares of norms, so float32 sums are infinite for norms above about 1e19, and 0 for
+    norms below about 1e-19. Use float64 to represent the squares of all float32 norms.
 
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162, appendix A.
 
@@ -162,6 +162,6 @@ def where_or_nan(known: Array, x: Array) -> Array:
 
 def nan_like(like: Array) -> Array:
     """Returns NaN with the shape and dtype of `like`."""
-    # See `where_or_nan`.
+    # NaN is not an error here either, see `where_or_nan`.
     with jax.debug_nans(False):
         return jnp.full_like(like, jnp.nan)
