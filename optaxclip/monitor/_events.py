@@ -188,8 +188,8 @@ def events(
             plan = make_plan(flat, scopes.leaf(), checked)
             norms, present = compute_norms(flat, plan, checked.norm), plan.grouping.names
             # New names are appended, because the ring contains the positions of the old names.
-            names = StaticNames((*names, *(name for name in present if name not in tuple(names))))
-            positions = np.array([names.index(name) for name in present], np.int32)  # i32[leaves]
+            names = StaticNames((*names, *(leaf for leaf in present if leaf not in tuple(names))))
+            positions = np.array([names.index(leaf) for leaf in present], np.int32)  # i32[leaves]
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         after = _find_sources(inner_state, name)
         steps, numbers, flags = _append_row(
@@ -273,7 +273,7 @@ def _append_row(
     around: tuple[tuple[int, ...], ...],
 ) -> tuple[Array, Array, Array]:
     """Appends a row to the numbers and flags and increments the steps."""
-    worst_leaf = np.int32(-1)  # For a tree without leaves.
+    worst_leaf = np.int32(-1)  # A tree without leaves has no worst leaf.
     if norms is not None and norms.size:
         norms = lax.stop_gradient(norms)  # f32[leaves]
         largest = jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))
@@ -296,10 +296,10 @@ def _append_row(
         found = {"norm": new.norm, "threshold": new.threshold, "factor": new.factor}
         found["index"] = worst_leaf
         if has_elements(new):
-            # A tree without leaves has no worst group.
+            # A tree without leaves has no worst group either.
             found = next(iter(top_k(new, 1)), EMPTY_RECORD | {"index": jnp.array(-1)})
-        row = [jnp.asarray(found[x], jnp.float32) for x in ("norm", "threshold", "factor")]
-        rows.append(meshes.stack(row))  # f32[3]
+        fields = (found[field] for field in ("norm", "threshold", "factor"))
+        rows.append(meshes.stack([jnp.asarray(x, jnp.float32) for x in fields]))  # f32[3]
         worst.append(jnp.where(was_updated, 1 + found["index"], NOT_RUN).astype(jnp.int32))
     verdict = jnp.zeros((), jnp.int32)
     for code, name in enumerate(VERDICTS[1:], 1):

@@ -379,7 +379,7 @@ def _flatten(
     flat = {}
     for name, state in states.items():
         numbers, ends = summaries[name], [f"/{label}" for label in labels[name]] or [""]
-        # `jit` sorts its results by name, so the order is that of NUMBERS.
+        # `jit` sorts its results by name, so use the order of NUMBERS.
         for field in (field for field in NUMBERS if field in numbers):
             suffixes = [""] if field in OF_ALL else ends
             flat |= {
