@@ -55,7 +55,7 @@ OF_ALL = ("steps", "num_skipped")
 
 
 @dataclasses.dataclass(frozen=True)
-class LogRecord:
+class _CountedRecord:
     """The arrays of a state that a log needs. Under `vmap`, they have leading axes for states."""
 
     def since(self, earlier: dict[str, Any]) -> Self:
@@ -63,13 +63,9 @@ class LogRecord:
         later = {name: getattr(self, name) - start for name, start in earlier.items()}
         return dataclasses.replace(self, **later)
 
-    def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Computes the numbers of the record, counted from the `earlier` counts."""
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True)
-class NormRecord(LogRecord):
+class NormRecord(_CountedRecord):
     """The last step of a clipping stage or a skip."""
 
     # f32[*states] for a whole tree, and f32[*states, elements] for leaves, groups or labels.
@@ -168,7 +164,7 @@ class LossScaleRecord(SkipRecord):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NoiseRecord(LogRecord):
+class NoiseRecord:
     """The averages of `noise_scale`."""
 
     steps: Any  # i32[*states]
@@ -188,7 +184,7 @@ class NoiseRecord(LogRecord):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HistogramRecord(LogRecord):
+class HistogramRecord(_CountedRecord):
     """The last counts of `histogram`."""
 
     steps: Any  # i32[*states]
@@ -233,7 +229,7 @@ class HistogramRecord(LogRecord):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StatisticsRecord(LogRecord):
+class StatisticsRecord(_CountedRecord):
     """The last step of `record`."""
 
     steps: Any  # i32[*states]
@@ -255,6 +251,9 @@ class StatisticsRecord(LogRecord):
         # A group without leaves is -inf and sorts last. Non-finite values sort first.
         score = xp.max(xp.where(xp.isnan(values), xp.inf, values), axis=0)
         return score, {name: _nan_aware_max(x) for name, x in columns.items()}
+
+
+LogRecord: TypeAlias = ClipRecord | SkipRecord | NoiseRecord | HistogramRecord | StatisticsRecord
 
 
 def record_of(state: Recorded) -> LogRecord:
