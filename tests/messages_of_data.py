@@ -84,18 +84,20 @@ TYPE_ERRORS = {
             r"Array\(\[\[": jax.random.key_data(KEYS),
         }.items()
     },
-    r"stats must be a name or several, .* got \(1,\)": lambda: monitor.record(stats=(1,)),
-    r"stats must be a name or several, .* got \('norm', 1\)": lambda: monitor.record(
+    r"stats must be a name or a sequence of names, got \(1,\)": lambda: monitor.record(stats=(1,)),
+    r"stats must be a name or a sequence of names, got \('norm', 1\)": lambda: monitor.record(
         stats=("norm", 1)
     ),
-    r"stats must be a name or several, .* got None": lambda: monitor.record(stats=None),
+    r"stats must be a name or a sequence of names, got None": lambda: monitor.record(stats=None),
     r"scope must be from optaxclip.scopes": lambda: monitor.record(scope="leaf"),
     r"call it, as in scopes.leaf\(\)": lambda: monitor.record(scope=scopes.leaf),
     r"'per_leaf'; pass scope=scopes.leaf\(\) ": lambda: monitor.record(per_leaf=True),
     "'ratio'; pass stats='ratio' ": lambda: monitor.record(ratio=True),
     "inner must be an Optax transformation": lambda: monitor.events(1000),
     "every must be an int": lambda: monitor.histogram(every=1.5),
-    "lost must be a number, .* got 'all'": lambda: monitor.dtype_fit((), max_lost_fraction="all"),
+    "max_lost_fraction must be a number, got 'all'": lambda: monitor.dtype_fit(
+        (), max_lost_fraction="all"
+    ),
 }
 VALUE_ERRORS = {
     "thresholds must be positive numbers in one axis": lambda: swept([]),
@@ -115,22 +117,22 @@ VALUE_ERRORS = {
     r"contain a record, got none; insert monitor\.record\(window\) into": lambda: (
         monitor.history_names(without_record())
     ),
-    r"several records, with the names \['record', 'events'\]: pass hist": lambda: monitor.history(
-        of_several(monitor.record(2), monitor.events(optaxclip.clip_by_norm(1.0)))
+    r"one record, got None for \['record', 'events'\]; pass a name to hist": lambda: (
+        monitor.history(of_several(monitor.record(2), monitor.events(optaxclip.clip_by_norm(1.0))))
     ),
-    r"\['record', 'record'\]: give each record a name= of its own, and pass": lambda: (
+    r"got 'record' for \['record', 'record'\]; use name= to choose different": lambda: (
         monitor.history(of_several(monitor.record(2), monitor.record(2)), "record")
     ),
-    r"name must be that of a record, one of \['a'\]; got 3": lambda: monitor.history(
+    r"name must be one of \['a'\], got 3": lambda: monitor.history(
         of_several(monitor.record(2, name="a")), 3
     ),
-    r"holds no histogram: put monitor\.histogram\(\) in": lambda: monitor.histograms(
+    r"contain a histogram, got none; insert monitor\.histogram\(\) in": lambda: monitor.histograms(
         without_record()
     ),
-    r"name must be that of a histogram, one of \['a'\]; got 'b'": lambda: monitor.histograms(
+    r"name must be one of \['a'\], got 'b'": lambda: monitor.histograms(
         of_several(monitor.histogram(name="a")), "b"
     ),
-    r"several histograms, with the names \['a', 'histogram'\]: pass hist": lambda: (
+    r"one histogram, got None for \['a', 'histogram'\]; pass a name to hist": lambda: (
         monitor.dtype_fit(of_several(monitor.histogram(name="a"), monitor.histogram()))
     ),
     "opt_state of histograms must be one state, got 2 under vmap": lambda: monitor.histograms(
@@ -140,29 +142,31 @@ VALUE_ERRORS = {
     r"of must be one of \['updates', 'params'\], got 'grads'": lambda: monitor.histogram(
         of="grads"
     ),
-    "of='params' needs the parameters; pass them": lambda: (
+    "params must be passed to the update with of='params', got None; use": lambda: (
         tx := monitor.histogram(of="params")
     ).update(GRADS, tx.init(GRADS)),
-    "histogram has no count of .* too large for float16": lambda: monitor.Histogram(
+    r"too_large must contain the largest size of float16, got \[\]": lambda: monitor.Histogram(
         np.ones(2, int), np.array([1.0, 2.0, 2.0**20]), 0, 0, 0
     ).overflow_fraction("float16"),
-    "lost must be a share, .* got 1": lambda: monitor.dtype_fit((), max_lost_fraction=1),
-    r"record: the state was made by another record: .*last 5 "
-    r"steps as \[5\], and .* last 6 steps as \[6\]": lambda: another_record(
-        {"window": 5}, {"window": 6}
+    "max_lost_fraction must be at least 0 and below 1, got 1": lambda: monitor.dtype_fit(
+        (), max_lost_fraction=1
     ),
-    "another record: .*the last 6 steps as .* the last 5 steps as": lambda: another_record(
+    r"record: the ring buffer of the state must have the shape \[6\], got \[5\]": lambda: (
+        another_record({"window": 5}, {"window": 6})
+    ),
+    r"ring buffer of the state must have the shape \[5\], got \[6\]": lambda: another_record(
         {"window": 6}, {"window": 5}
     ),
-    "another record: .*the last 3 .* last 4": lambda: another_record(
+    r"ring buffer of the state must have the shape \[4\], got \[3\]": lambda: another_record(
         {"window": 3, "loss": True}, {"window": 4, "loss": True}
     ),
-    r"another record: .*as \[5, 3\], .* steps as \[5\]": lambda: another_record(
+    r"ring buffer of the state must have the shape \[5\], got \[5, 3\]": lambda: another_record(
         {"window": 5, "scope": scopes.leaf()}, {"window": 5}
     ),
-    r"another record: .*as \[5, 2\], .* steps as \[3, 2\]\. Pass "
-    r"the window and the scope": lambda: another_record(
-        {"window": 5, "stats": ("norm", "max")}, {"window": 3, "stats": ("norm", "max")}
+    r"state must have the shape \[3, 2\], got \[5, 2\]; use the same window": lambda: (
+        another_record(
+            {"window": 5, "stats": ("norm", "max")}, {"window": 3, "stats": ("norm", "max")}
+        )
     ),
     "arrays that were donated .*; pass the state that this step returned": lambda: monitor.scalars(
         donated()
@@ -174,12 +178,20 @@ VALUE_ERRORS = {
         monitor.metrics(donated())
     ),
     r"'norm', 'max',.*'maxx'; did you mean 'max'": lambda: monitor.record(stats=("norm", "maxx")),
-    r"among \['norm'.*got 'kurtosis'$": lambda: monitor.record(stats="kurtosis"),
-    r"stats must name at least one of \['norm'": lambda: monitor.record(stats=()),
-    r"each at most once; got \('max', 'max'\)": lambda: monitor.record(stats=("max", "max")),
+    r"stats must be from \['norm'.*got 'kurtosis'$": lambda: monitor.record(stats="kurtosis"),
+    r"stats must be one or more different names from \['norm'.* got \(\)": lambda: monitor.record(
+        stats=()
+    ),
+    r"one or more different names from .* got \('max', 'max'\)": lambda: monitor.record(
+        stats=("max", "max")
+    ),
     "window must be an int of at least 1, got 0": lambda: monitor.record(0, stats="max"),
-    "^loss cannot be kept with": lambda: monitor.record(loss=True, stats=("max",)),
-    "^loss cannot be kept with ": lambda: monitor.record(loss=True, scope=scopes.leaf(stacked=1)),
+    "^loss must be False with scope or stats, got True": lambda: monitor.record(
+        loss=True, stats=("max",)
+    ),
+    "^loss must be False with scope or stats, got True; chain": lambda: monitor.record(
+        loss=True, scope=scopes.leaf(stacked=1)
+    ),
     "window must be an int of at least 1, got 0$": lambda: monitor.events(SGD, 0),
     "norm must be one of .*'l7'": lambda: monitor.events(SGD, norm="l7"),
 }

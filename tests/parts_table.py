@@ -9,7 +9,7 @@ from methods_table import METHODS, label, stacked
 
 import optaxclip
 from optaxclip import monitor, per_example, scopes, thresholds
-from optaxclip.monitor._statistics import STATISTICS
+from optaxclip.monitor._record import STATISTICS
 
 NUMBER = jnp.asarray(0.5)
 RULES = {

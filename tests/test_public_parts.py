@@ -21,7 +21,7 @@ from wrong_values import WRONG_VALUES
 import optaxclip
 from benchmarks import every_method
 from optaxclip import monitor, norms, responses, scopes, thresholds
-from optaxclip.monitor._statistics import STATISTICS
+from optaxclip.monitor._record import STATISTICS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "optaxclip"

@@ -20,12 +20,12 @@ other state must also remain unchanged. `loss_scale` is the factor by which a st
 loss. `noise_scale` uses the gradients of microbatches to check whether the batch is too small.
 """
 
-from optaxclip.monitor._dtype_fit import DtypeFit as DtypeFit
-from optaxclip.monitor._dtype_fit import dtype_fit as dtype_fit
 from optaxclip.monitor._events import EventsState as EventsState
 from optaxclip.monitor._events import events as events
+from optaxclip.monitor._histogram import DtypeFit as DtypeFit
 from optaxclip.monitor._histogram import Histogram as Histogram
 from optaxclip.monitor._histogram import HistogramState as HistogramState
+from optaxclip.monitor._histogram import dtype_fit as dtype_fit
 from optaxclip.monitor._histogram import histogram as histogram
 from optaxclip.monitor._histogram import histograms as histograms
 from optaxclip.monitor._history import history as history

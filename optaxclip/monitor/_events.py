@@ -1,5 +1,6 @@
-"""Recording of the actions of clipping stages and skips at the last steps."""
+"""Records the actions of clipping stages and skips at the last steps."""
 
+import dataclasses
 from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
@@ -27,11 +28,14 @@ from optaxclip.monitor._find_states import (
     unbox,
 )
 from optaxclip.monitor._summary import (
-    has_entries,
+    EMPTY_RECORD,
+    ClipRecord,
+    SkipRecord,
+    has_elements,
     names_of,
-    summary_inputs,
+    norm_record_of,
     take_along_columns,
-    worst_group,
+    top_k,
 )
 from optaxclip.norms import Norm
 from optaxclip.transforms.skip import SkipState, after_skip, check_inner
@@ -42,7 +46,7 @@ NOT_RUN = -1
 """Marks a stage that did not run. Leaves are numbered from 1, and 0 marks a tree without leaves."""
 
 _WRAP_STATE = (
-    "If the optimizer ran without events until now, put its state into a fresh one: "
+    "If the optimizer ran without events before, insert its state into a fresh state: "
     "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
 )
 
@@ -54,12 +58,13 @@ class EventsState(NamedTuple):
     Attributes:
       steps: int32[], the number of steps so far.
       name: The name of the transformation, as a tuple with one element.
-      names: The names of the leaves among which the worst is chosen. Empty if all clipping stages
-        and skips inside have norms of leaves or groups. A leaf that was None at `init` is last.
-      numbers: float32[window, judges, 3], the norm, threshold and factor of the clipping stages
+      names: The names of the leaves among which the worst leaf is chosen. Empty if all clipping
+        stages and skips inside have norms of leaves or groups. A leaf that was None at `init` is
+        last.
+      numbers: float32[window, sources, 3], the norm, threshold and factor of the clipping stages
         and skips inside, in the order of `read`. For the loss of a skip, the loss and its
         threshold. Step n is in row `n % window`.
-      marks: int32[window, 1 + judges], the outcome of the step, and the numbers of the worst
+      flags: int32[window, 1 + sources], the outcome of the step, and the numbers of the worst
         leaves of the clipping stages and skips. Numbers start at 1. A number is 0 if the tree had
         no leaves and -1 if the stage did not run.
       inner_state: The state of the wrapped transformation.
@@ -75,6 +80,7 @@ class EventsState(NamedTuple):
     def after_skip(self, skip: Array) -> "EventsState":
         """Returns the state with a row for the step if a surrounding skip skipped it."""
         at = self.steps % self.numbers.shape[0]
+        # i32[1 + sources]. The verdict is "skipped", and no stage ran.
         row = jnp.full(self.flags.shape[1:], NOT_RUN, jnp.int32).at[0].set(len(VERDICTS) - 1)
         return self._replace(
             steps=safe_increment(self.steps, skip, period=self.numbers.shape[0]),
@@ -150,41 +156,54 @@ def events(
     def init(params: PyTree) -> EventsState:
         # In eager mode, zeros_like fails for arrays in another memory (as of JAX 0.10.2).
         inner_state = inner.init(memory.put_on_device(params))
-        judges, names = _judges(inner_state, name), StaticNames()
-        _check_no_accumulating_skip(inner_state, name)
-        if any(not judge.has_entries for judge in judges):
+        sources, names = _find_sources(inner_state, name), StaticNames()
+        # The record of a skip in `MultiSteps` does not show the steps at which the skip ran.
+        for _, sums in iter_states(inner_state, (optax.MultiStepsState,)):
+            if any(True for _ in iter_states(sums.inner_opt_state, (SkipState,))):
+                raise ValueError(
+                    f"{name}: inner must not have a skip inside optax.MultiSteps; put the skip "
+                    "around MultiSteps, "
+                    "skip_nonfinite(optax.MultiSteps(chain, k).gradient_transformation())"
+                )
+        if any(not has_elements(source.record) for source in sources):
             names = StaticNames(tuple(sorted(flatten(params, "params").names())))
-        numbers = jnp.zeros((window, len(judges), 3), jnp.float32)
-        marks = jnp.zeros((window, 1 + len(judges)), jnp.int32)
-        steps = jnp.zeros((), jnp.int32)
-        return EventsState(steps, StaticNames((name,)), names, numbers, marks, inner_state)
+        return EventsState(
+            steps=jnp.zeros((), jnp.int32),
+            name=StaticNames((name,)),
+            names=names,
+            numbers=jnp.zeros((window, len(sources), 3), jnp.float32),
+            flags=jnp.zeros((window, 1 + len(sources)), jnp.int32),
+            inner_state=inner_state,
+        )
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, EventsState]:
         check_state(state, EventsState, name, _WRAP_STATE, updates=updates)
-        before = _judges(state.inner_state, name)
-        check_ring_buffer(state.numbers, (window, len(before), 3), name, "other events")
-        names, norms, places = state.names, None, None
-        if any(not judge.has_entries for judge in before):
+        before = _find_sources(state.inner_state, name)
+        check_ring_buffer(state.numbers, (window, len(before), 3), name)
+        names, norms, positions = state.names, None, None
+        if any(not has_elements(source.record) for source in before):
             flat = flatten(updates, "updates").match_name_style(state.names)
             plan = make_plan(flat, scopes.leaf(), checked)
-            norms, found = compute_norms(flat, plan, checked.norm), plan.grouping.names
-            names = StaticNames((*names, *(each for each in found if each not in tuple(names))))
-            places = np.array([names.index(each) for each in found], np.int32)
+            norms, present = compute_norms(flat, plan, checked.norm), plan.grouping.names
+            # New names are appended, because the ring contains the positions of the old names.
+            names = StaticNames((*names, *(leaf for leaf in present if leaf not in tuple(names))))
+            positions = np.array([names.index(leaf) for leaf in present], np.int32)  # i32[leaves]
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        after = _judges(inner_state, name)
-        steps, numbers, marks = _append_row(
+        after = _find_sources(inner_state, name)
+        steps, numbers, flags = _append_row(
             state.steps,
             state.numbers,
             state.flags,
-            [judge.kept for judge in before],
-            [judge.kept for judge in after],
+            [source.record for source in before],
+            [source.record for source in after],
+            [source.fraction for source in after],
             norms,
-            places,
-            around=tuple(judge.enclosing_skips for judge in after),
+            positions,
+            around=tuple(source.enclosing_skips for source in after),
         )
-        return new_updates, EventsState(steps, state.name, names, numbers, marks, inner_state)
+        return new_updates, EventsState(steps, state.name, names, numbers, flags, inner_state)
 
     return transformation(init, update)
 
@@ -194,118 +213,102 @@ class EventSource(NamedTuple):
 
     Attributes:
       name: The name, as in `metrics`. The loss of a skip has the name of the skip.
-      kept: The fields of its record that `summary` needs, and the fraction of clipped groups.
+      record: The record of the last step. For a loss, its `norm` and `threshold` are those of the
+        loss.
+      fraction: f32[] or f32[elements], the fraction of clipped groups.
       names: The names of its leaves or groups.
       is_loss: True if it checks the loss.
       enclosing_skips: The positions of the skips around it.
     """
 
     name: str
-    kept: dict[str, Any]
+    record: ClipRecord | SkipRecord
+    fraction: Any
     names: StaticNames
     is_loss: bool
     enclosing_skips: tuple[int, ...]
 
-    @property
-    def has_entries(self) -> bool:
-        """Returns True if the source has numbers for several leaves or groups."""
-        return has_entries(self.kept)
-
 
 def event_sources(inner_state: PyTree) -> list[EventSource]:
     """Returns all clipping stages and skips in a state, in the order of `read`."""
-    found, judges = list(iter_states(inner_state, (ClipState, SkipState))), []
+    found, sources = list(iter_states(inner_state, (ClipState, SkipState))), []
     skips: dict[int, Path] = {}
     names = deduplicate([name_of(state) for _, state in found])
     for name, (path, state) in zip(names, found, strict=True):
-        kept = summary_inputs(state) | {"fraction": unbox(state.info.fraction)}
+        record, fraction = norm_record_of(state), unbox(state.info.fraction)
+        # The path of a wrapped state starts with the path of the skip.
         around = tuple(i for i, outer in skips.items() if path[: len(outer)] == outer)
-        if isinstance(state, SkipState):
-            skips[len(judges)] = path
-        judges.append(
-            EventSource(name, kept, names_of(state), is_loss=False, enclosing_skips=around)
-        )
-        if isinstance(state, SkipState) and state.loss:
-            of_loss = {"norm": kept["loss"], "threshold": kept["loss_threshold"]}
-            judges.append(
-                EventSource(
-                    name, kept | of_loss, StaticNames(), is_loss=True, enclosing_skips=around
-                )
-            )
-    return judges
+        if isinstance(record, SkipRecord):
+            skips[len(sources)] = path
+        source = EventSource(name, record, fraction, names_of(state), False, around)
+        sources.append(source)
+        if isinstance(record, SkipRecord) and record.loss is not None:
+            of_loss = dataclasses.replace(record, norm=record.loss, threshold=record.loss_threshold)
+            sources.append(source._replace(record=of_loss, names=StaticNames(), is_loss=True))
+    return sources
 
 
-def _judges(inner_state: PyTree, name: str) -> list[EventSource]:
-    judges = event_sources(inner_state)
-    if not judges:
+def _find_sources(inner_state: PyTree, name: str) -> list[EventSource]:
+    sources = event_sources(inner_state)
+    if not sources:
         raise ValueError(
-            f"{name} goes around a clip or a skip, and inner has none that keeps a record: wrap "
-            f"the chain that has the clip, {name}(optax.chain(clip, optimizer)); clip, "
-            "clip_by_value and clip_by_second_moment keep no record, nor does anything with "
-            "record=False"
+            f"inner of {name} must contain a clip or a skip with a record, got neither; wrap the "
+            f"chain of the clip, {name}(optax.chain(clip, optimizer)) (clip, clip_by_value, "
+            "clip_by_second_moment and transformations with record=False keep no record)"
         )
-    return judges
+    return sources
 
 
-def _check_no_accumulating_skip(inner_state: PyTree, name: str) -> None:
-    """Rejects a skip in `MultiSteps`, because its record does not show when it ran."""
-    of_sums = [state for _, state in iter_states(inner_state, (optax.MultiStepsState,))]
-    if any(True for state in of_sums for _ in iter_states(state.inner_opt_state, (SkipState,))):
-        raise ValueError(
-            f"{name}: a skip is inside of optax.MultiSteps, where it does not run at each step; "
-            "put the skip around MultiSteps, skip_nonfinite(optax.MultiSteps(chain, k)"
-            ".gradient_transformation())"
-        )
-
-
-@global_view(out_like=("steps", "numbers", "marks"))
+@global_view(out_like=("steps", "numbers", "flags"))
 def _append_row(
     steps: Array,
     numbers: Array,
-    marks: Array,
-    before: list[dict[str, Any]],
-    after: list[dict[str, Any]],
-    norms: Any,
+    flags: Array,
+    before: list[ClipRecord | SkipRecord],
+    after: list[ClipRecord | SkipRecord],
+    fractions: list[Array],
+    norms: Array | None,
     leaf_positions: Any,
     *,
     around: tuple[tuple[int, ...], ...],
 ) -> tuple[Array, Array, Array]:
-    """Appends a row to the numbers and marks and increments the steps."""
-    of_tree = {} if norms is None else {"index": _worst_leaf(norms, leaf_positions)}
-    rows, indices, flags = [], [], {verdict: jnp.zeros((), bool) for verdict in VERDICTS[1:]}
-    for old, new, skips in zip(before, after, around, strict=True):
-        found = worst_group(new) if has_entries(new) else new | of_tree
-        if "num_skipped" in new:
+    """Appends a row to the numbers and flags and increments the steps."""
+    worst_leaf = np.int32(-1)  # A tree without leaves has no worst leaf.
+    if norms is not None and norms.size:
+        norms = lax.stop_gradient(norms)  # f32[leaves]
+        largest = jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))
+        worst_leaf = take_along_columns(largest, leaf_positions)
+    rows, worst = [], []
+    is_verdict = {verdict: jnp.zeros((), bool) for verdict in VERDICTS[1:]}
+    for old, new, fraction, skips in zip(before, after, fractions, around, strict=True):
+        if isinstance(old, ClipRecord) and isinstance(new, ClipRecord):
+            was_updated = new.steps != old.steps
+            is_verdict["clipped"] |= was_updated & jnp.any(fraction > 0)
+            # The norm is finite if non-finite elements are masked, so use the counts.
+            is_verdict["not finite"] |= jnp.any(new.num_nonfinite > old.num_nonfinite)
+        else:
             # If the outer skip skips a step, an inner skip keeps its record of an older step.
             was_updated = jnp.ones((), bool)
             for i in skips:
-                was_updated &= after[i]["factor"] != 0
-            flags["skipped"] |= was_updated & (new["factor"] == 0)
-            flags["not finite"] |= was_updated & ~jnp.isfinite(new["norm"])
-        else:
-            was_updated = new["steps"] != old["steps"]
-            flags["clipped"] |= was_updated & jnp.any(new["fraction"] > 0)
-            # The norm is finite if non-finite elements are masked, so compare the counts.
-            flags["not finite"] |= jnp.any(new["num_nonfinite"] > old["num_nonfinite"])
-        row = [found[field].astype(jnp.float32) for field in ("norm", "threshold", "factor")]
-        rows.append(meshes.stack(row))
-        indices.append(jnp.where(was_updated, 1 + found["index"], NOT_RUN).astype(jnp.int32))
+                was_updated &= after[i].factor != 0
+            is_verdict["skipped"] |= was_updated & (new.factor == 0)
+            is_verdict["not finite"] |= was_updated & ~jnp.isfinite(new.norm)
+        found = {"norm": new.norm, "threshold": new.threshold, "factor": new.factor}
+        found["index"] = worst_leaf
+        if has_elements(new):
+            # A tree without leaves has no worst group either.
+            found = next(iter(top_k(new, 1)), EMPTY_RECORD | {"index": jnp.array(-1)})
+        fields = (found[field] for field in ("norm", "threshold", "factor"))
+        rows.append(meshes.stack([jnp.asarray(x, jnp.float32) for x in fields]))  # f32[3]
+        worst.append(jnp.where(was_updated, 1 + found["index"], NOT_RUN).astype(jnp.int32))
     verdict = jnp.zeros((), jnp.int32)
-    for code, each in enumerate(VERDICTS[1:], 1):
-        verdict = jnp.where(flags[each], jnp.int32(code), verdict)
-    at, marked = steps % len(numbers), meshes.stack([verdict, *indices])
-    row = saturating_cast(meshes.stack(rows), numbers.dtype)
+    for code, name in enumerate(VERDICTS[1:], 1):
+        verdict = jnp.where(is_verdict[name], jnp.int32(code), verdict)
+    # f32[sources, 3] and i32[1 + sources]
+    row, row_flags = meshes.stack(rows), meshes.stack([verdict, *worst])
+    at = steps % len(numbers)
     return (
         safe_increment(steps, period=len(numbers)),
-        lax.dynamic_update_index_in_dim(numbers, row, at, 0),
-        lax.dynamic_update_index_in_dim(marks, marked, at, 0),
+        lax.dynamic_update_index_in_dim(numbers, saturating_cast(row, numbers.dtype), at, 0),
+        lax.dynamic_update_index_in_dim(flags, row_flags, at, 0),
     )
-
-
-def _worst_leaf(norms: Array, places: Array) -> Array:
-    """Returns the position of the largest norm, with NaN as the largest, or -1 without leaves."""
-    if not norms.size:
-        return jnp.full((), -1, jnp.int32)
-    norms = lax.stop_gradient(norms)
-    at = jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))
-    return take_along_columns(at, places)

@@ -45,18 +45,10 @@ def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any
 def find_one_state(
     opt_state: PyTree, name: str | None, *kinds: type, reader: str, what: str, missing: str
 ) -> Any:
-    """Returns the only state of these kinds, or the only one with the name.
+    """Returns the only state of these kinds, or the only state with the name.
 
-    Args:
-      opt_state: Any pytree that contains the state.
-      name: The requested name. Can be None if there is only one state.
-      *kinds: The types of such states.
-      reader: The function that reads the state, for messages.
-      what: The term for such a state in messages.
-      missing: The message if there is no such state.
-
-    Raises:
-      ValueError: If there is no such state, or if there are several.
+    Messages contain the function that reads the state, `reader`, and the term for such a state,
+    `what`. If there is no such state, the message is `missing`.
     """
     found = list(find(opt_state, *kinds).values())
     fitting = [state for state in found if name in (None, name_of(state))]
@@ -67,19 +59,19 @@ def find_one_state(
     names = [name_of(state) for state in found]
     if name is not None and not fitting:
         hint = did_you_mean(str(name), names)
-        raise ValueError(f"name must be that of a {what}, one of {names}; got {name!r}{hint}")
-    remedy = f"pass {reader} the name of one"
+        raise ValueError(f"name must be one of {names}, got {name!r}{hint}")
+    remedy = f"pass a name to {reader}"
     if len(set(names)) < len(names):
-        remedy = f"give each {what} a name= of its own, and {remedy}"
-    raise ValueError(f"the state holds several {what}s, with the names {names}: {remedy}")
+        remedy = f"use name= to choose different names and {remedy}"
+    raise ValueError(f"name must identify one {what}, got {name!r} for {names}; {remedy}")
 
 
 def check_not_vmapped(steps: Any, reader: str) -> None:
-    """Checks that the counter of steps has no axes, as it does for several seeds under `vmap`."""
+    """Checks that the counter of steps has no axes, which it has for several seeds under `vmap`."""
     if np.ndim(steps):
-        one = "jax.tree.map(lambda x: x[0], opt_state)"
         raise ValueError(
-            f"opt_state of {reader} must be one state, got {steps.size} under vmap; pass {one}"
+            f"opt_state of {reader} must be one state, got {steps.size} under vmap; pass "
+            "jax.tree.map(lambda x: x[0], opt_state)"
         )
 
 
@@ -95,6 +87,7 @@ def learning_rates(opt_state: PyTree) -> dict[str, Any]:
 
 def unique_keys(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
     """Returns unique keys for paths and the names that belong to them."""
+    # Dict keys with a slash can make simple paths equal. Python's notation is then used instead.
     simple, exact = [], []
     for path, names in places:
         simple.append("/".join(filter(None, (keystr(path, simple=True, separator="/"), *names))))
@@ -121,6 +114,7 @@ def iter_states(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator
 
     If both kinds are requested, the skip inside a `LossScaleState` is not repeated.
     """
+    # A skip is always a leaf of the traversal, because its `inner_state` is traversed separately.
     stop = (*kinds, SkipState)
     pairs = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(_restore_if_dict(x, stop), stop)
@@ -171,6 +165,7 @@ def _has_fields(node: Any, kind: Any) -> bool:
 
 
 def _state_from_dict(node: Mapping[str, Any], kind: Any, name: StaticNames) -> Any:
+    # Flax also converts the states inside this state, and does not keep their names.
     known = {key: value for key, value in node.items() if key not in NAME_FIELDS}
     if "info" in known:
         known["info"] = _state_from_dict(known["info"], ClipInfo, name)
@@ -198,27 +193,24 @@ def describe_tree(tree: PyTree) -> str:
 def names_lost_error(what: str) -> ValueError:
     """Returns the error for a state that has lost its names."""
     return ValueError(
-        f"{what}, which Flax and optax.tree_map_params do not keep: pass the nnx.Optimizer in "
-        f"place of its nnx.state, or {RESTORE_NAMES_HINT}"
+        f"{what} must contain names, got a state without them (Flax and optax.tree_map_params do "
+        f"not keep names); pass the nnx.Optimizer instead of its nnx.state or {RESTORE_NAMES_HINT}"
     )
 
 
-def check_ring_buffer(ring: Any, shape: tuple[int, ...], name: str, made_by: str) -> None:
+def check_ring_buffer(ring: Any, shape: tuple[int, ...], name: str) -> None:
     """Checks that a ring of rows has the current shape."""
-    held = tuple(unbox(ring).shape)
-    if held != shape:
-        before, now = (f"the last {x[0]} steps as {[*x]}" for x in (held, shape))
+    if unbox(ring).shape != shape:
         raise ValueError(
-            f"{name}: the state was made by {made_by}: it keeps {before}, and kept here are {now}. "
-            f"Pass the window and the scope, or the clips, that it was made with; {REINIT_HINT}"
+            f"{name}: the ring buffer of the state must have the shape {[*shape]}, got "
+            f"{[*unbox(ring).shape]}; use the same window, scope and clips as at init, or "
+            f"{REINIT_HINT}"
         )
 
 
 def unbox(value: Any) -> Any:
-    """Returns the array inside a box, or any other value unchanged.
-
-    An `nnx.Optimizer` wraps the fields of states in boxes.
-    """
+    """Returns the array inside a box, or any other value unchanged."""
+    # An `nnx.Optimizer` wraps the fields of states in boxes, which are pytrees with one leaf.
     leaves = jax.tree.leaves(value)
     return leaves[0] if len(leaves) == 1 else value
 
@@ -227,8 +219,8 @@ def fetch_to_host(arrays: PyTree, caller: str) -> PyTree:
     """Returns the arrays as NumPy arrays, after one transfer."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError(
-            f"monitor.{caller} needs numbers, and under jit, vmap or grad there are none yet: call "
-            "it on the state that the compiled step returns; monitor.metrics and monitor.read work "
-            "inside"
+            f"opt_state of monitor.{caller} must contain values, got tracers of jit, vmap or grad; "
+            "pass the state that the compiled step returns, or use monitor.metrics or monitor.read "
+            "inside the step"
         )
     return jax.device_get(arrays)

@@ -1,6 +1,7 @@
-"""Histograms of element sizes, and the elements that another dtype would lose."""
+"""Counts elements by size, and computes how they would fit another dtype."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -9,21 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip._base.float_formats as float_formats
 import optaxclip.scopes as scopes
 from optaxclip._backend.elementwise import as_arrays
 from optaxclip._backend.exponent_counts import WORD_BITS, num_counts
 from optaxclip._backend.global_view import Transformation, global_view, transformation
 from optaxclip._backend.leaf_shardings import apply_scope
-from optaxclip._base.float_formats import (
-    OVERFLOW_EDGES,
-    bin_edges,
-    bin_exponents,
-    checked_format,
-    exponents,
-    overflow_threshold,
-    underflow_threshold,
-)
-from optaxclip._base.numerics import norm_dtype
+from optaxclip._base.numerics import is_real, norm_dtype
 from optaxclip._base.state import (
     REINIT_HINT,
     StaticNames,
@@ -31,7 +24,7 @@ from optaxclip._base.state import (
     register_state,
     safe_increment,
 )
-from optaxclip._base.trees import FlatTree, dtype_of, flatten
+from optaxclip._base.trees import dtype_of, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._base.validation import check_choice, check_int, validate_call
 from optaxclip._engine.exponent_histogram import compute_group_histograms
@@ -61,7 +54,7 @@ class Histogram:
       step: The step that was counted. The first update since `init` is 0, and -1 means no step yet.
       num_nan: The number of elements that are NaN.
       too_large: The number of finite elements that are too large for a number format, by the
-        largest size of the format. It covers formats that end inside a bin.
+        largest size of the format. It is needed for formats that end inside a bin.
     """
 
     counts: np.ndarray[Any, np.dtype[np.int64]] = dataclasses.field(repr=False)
@@ -89,9 +82,10 @@ class Histogram:
           ValueError: If the format is not a real floating-point format with a sign and 0.
           TypeError: If `dtype` is not a dtype.
         """
-        return self._share(
-            int(self.counts[self.edges[1:] <= underflow_threshold(checked_format(dtype))].sum())
-        )
+        is_lost = self.edges[1:] <= float_formats.underflow_threshold(
+            float_formats.checked_format(dtype)
+        )  # bool[bins]
+        return int(self.counts[is_lost].sum()) / max(int(self.counts.sum()), 1)
 
     def overflow_fraction(self, dtype: jax.typing.DTypeLike) -> float:
         """Returns the fraction of the finite nonzero elements that are too large for another dtype.
@@ -111,15 +105,15 @@ class Histogram:
             floating-point format with a sign and 0.
           TypeError: If `dtype` is not a dtype.
         """
-        threshold = overflow_threshold(checked_format(dtype))
+        threshold = float_formats.overflow_threshold(float_formats.checked_format(dtype))
         if threshold >= self.edges[-1]:
             return 0.0
         if threshold not in self.too_large:
             raise ValueError(
-                f"the histogram has no count of the entries that are too large for {dtype}; those "
-                "of monitor.histograms have one for each format of JAX"
+                f"too_large must contain the largest size of {dtype}, got {[*self.too_large]}; use "
+                "a histogram from monitor.histograms"
             )
-        return self._share(self.too_large[threshold])
+        return self.too_large[threshold] / max(int(self.counts.sum()), 1)
 
     def list_by_exponent(
         self,
@@ -127,7 +121,7 @@ class Histogram:
         """Returns the range of nonempty bins by their exponents of two.
 
         Loggers accept this format. The result is that of `np.histogram` for the base-2 logarithms.
-        On an axis of the sizes, nearly all bins would be too narrow to be visible.
+        On a linear axis, nearly all bins would be too narrow to be visible.
 
         Returns:
           The counts, int64[n], and the exponents at the edges of these bins, float64[n + 1]. If no
@@ -142,12 +136,10 @@ class Histogram:
         """
         known = np.flatnonzero(self.counts)
         first, last = (known[0], known[-1]) if known.size else (0, 0)
-        inner = np.log2(self.edges[1:-1])  # float64 cannot represent the outer powers
-        exponents = np.concatenate([inner[:1] - 1, inner, inner[-1:] + 1])
+        # float64 cannot represent the outer powers of a histogram of float64 elements.
+        inner = np.log2(self.edges[1:-1])
+        exponents = np.concatenate([inner[:1] - 1, inner, inner[-1:] + 1])  # f64[bins + 1]
         return self.counts[first : last + 1], exponents[first : last + 2]
-
-    def _share(self, count: int) -> float:
-        return count / max(int(self.counts.sum()), 1)
 
 
 def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogram]:
@@ -176,29 +168,185 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
       0.33 0.33
     """
     missing = (
-        "the state holds no histogram: put monitor.histogram() into the chain, in front of the "
-        "clip for the raw gradients, and pass the chain's state"
+        "opt_state must contain a histogram, got none; insert monitor.histogram() into the chain "
+        "(before the clip to count the raw gradients) and pass the chain's state"
     )
-    told = {"reader": "histograms", "what": "histogram", "missing": missing}
-    state = find_one_state(opt_state, name, HistogramState, **told)
-    step, words = fetch_to_host((unbox(state.last_counted_step), unbox(state.counts)), "histograms")
+    words = {"reader": "histograms", "what": "histogram", "missing": missing}
+    state = find_one_state(opt_state, name, HistogramState, **words)
+    arrays = unbox(state.last_counted_step), unbox(state.counts)
+    step, counts = fetch_to_host(arrays, "histograms")  # i32[], u32[groups, 2, counts]
     check_not_vmapped(step, "histograms")
-    if not state.names and len(words):
-        raise names_lost_error("the histogram has lost the names of its groups")
-    counts = words[:, 0].astype(np.int64) + (words[:, 1].astype(np.int64) << WORD_BITS)
+    if not state.names and len(counts):
+        raise names_lost_error("the histogram")
+    # i64[groups, counts]
+    counts = counts[:, 0].astype(np.int64) + (counts[:, 1].astype(np.int64) << WORD_BITS)
     return dict(zip(state.names, (_histogram(x, int(step)) for x in counts), strict=True))
 
 
 def _histogram(counts: Any, step: int) -> Histogram:
+    """Adds the counts between two thresholds to bins with powers of two as edges."""
     wide = len(counts) == num_counts(wide=True)
-    powers = exponents(is_float64=wide)
+    powers = float_formats.exponents(is_float64=wide)
     edges = np.ldexp(1.0, [powers[0] - 1, *powers]), [np.inf if wide else 2.0**powers.stop]
-    in_bins = np.zeros(len(powers) + 1, np.int64)
-    np.add.at(in_bins, bin_exponents(is_float64=wide) - powers[0] + 1, counts[1:-2])
-    above = dict(zip(bin_edges(is_float64=wide), np.cumsum(counts[-3:0:-1])[::-1], strict=False))
-    beyond = {threshold.value: int(above.get(threshold, 0)) for threshold in OVERFLOW_EDGES}
+    in_bins = np.zeros(len(powers) + 1, np.int64)  # i64[bins]
+    np.add.at(in_bins, float_formats.bin_exponents(is_float64=wide) - powers[0] + 1, counts[1:-2])
+    # The number of finite elements above an edge is a sum from the right, i64[edges].
+    num_above = np.cumsum(counts[-3:0:-1])[::-1]
+    above = dict(zip(float_formats.bin_edges(is_float64=wide), num_above, strict=False))
+    too_large = {edge.value: int(above.get(edge, 0)) for edge in float_formats.OVERFLOW_EDGES}
     zeros, infinite, nan = (int(counts[place]) for place in (0, -2, -1))
-    return Histogram(in_bins, np.concatenate(edges), zeros, infinite + nan, step, nan, beyond)
+    return Histogram(in_bins, np.concatenate(edges), zeros, infinite + nan, step, nan, too_large)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFit:
+    """Fit of the elements of a group to a number format.
+
+    Attributes:
+      below: The fraction of its elements that become 0 without a scale.
+      above: The fraction that is too large without a scale.
+      lowest: The smallest power of two as a scale with which at most the allowed fraction becomes
+        0. It is 0 for a group without nonzero elements.
+      highest: The largest such scale with which no element is too large, or inf for a group without
+        nonzero elements. It can be half of the possible scale, because only the bin of the largest
+        element is known.
+    """
+
+    below: float
+    above: float
+    lowest: float
+    highest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DtypeFit:
+    """Fit of gradients to a number format. You can use `print` to show it as a table.
+
+    Attributes:
+      dtype: The number format.
+      lost: The fraction of the elements of a group that may become 0, `max_lost_fraction`.
+      groups: A dict from names of groups to `GroupFit`.
+    """
+
+    dtype: jnp.dtype
+    lost: float
+    groups: Mapping[str, GroupFit]
+
+    @property
+    def lowest(self) -> float:
+        """The smallest scale that is large enough for all groups, or 0 if all elements are 0."""
+        return max((x.lowest for x in self.groups.values()), default=0.0)
+
+    @property
+    def highest(self) -> float:
+        """The largest scale with which no element of any group is too large."""
+        return min((x.highest for x in self.groups.values()), default=math.inf)
+
+    @property
+    def loss_scale(self) -> float:
+        """The recommended scale, 1 if it fits and otherwise midway from `lowest` to `highest`."""
+        low, high = self.lowest, self.highest
+        if low <= 1 <= high:
+            return 1.0
+        # If no scale fits all groups, use the largest scale without overflow.
+        if low > high or not low:
+            return high
+        if high == math.inf:
+            return low
+        return 2.0 ** ((math.frexp(low)[1] + math.frexp(high)[1]) // 2 - 1)
+
+    @property
+    def poor_fits(self) -> tuple[str, ...]:
+        """The groups that lose more than the allowed fraction with the recommended scale."""
+        return tuple(name for name, x in self.groups.items() if x.lowest > self.loss_scale)
+
+    def __str__(self) -> str:
+        rows = [("", "becomes 0", "too large", "loss scale")]
+        for name, x in self.groups.items():
+            scales = f"{_power(x.lowest)} to {_power(x.highest)}" if x.lowest else "any"
+            misfit = "  does not fit" * (name in self.poor_fits)
+            rows.append((name, f"{x.below:.2%}", f"{x.above:.2%}", f"{scales}{misfit}"))
+        first, *numbers, _ = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(first), *map(str.rjust, row[1:-1], numbers), row[-1]]).rstrip()
+            for row in rows
+        ]
+        scale = f"{self.dtype.name}: take the loss scale {_power(self.loss_scale)}"
+        fit = f"{len(self.groups) - len(self.poor_fits)} of {len(self.groups)} groups fit"
+        return "\n".join([f"{scale}; {fit}", *lines])
+
+
+def dtype_fit(
+    opt_state: PyTree,
+    dtype: jax.typing.DTypeLike = jnp.float16,
+    *,
+    max_lost_fraction: float = 0.001,
+    name: str | None = None,
+) -> DtypeFit:
+    """Computes the loss scale for a number format, and the groups that do not fit the format.
+
+    The function uses the histograms of gradients from `histogram`. You should compute the gradients
+    in float32 or bfloat16 without a loss scale, because an element that float16 has rounded to 0
+    cannot be distinguished from 0. Pass the scale as `initial=` to `optaxclip.scale_loss`.
+
+    Args:
+      opt_state: A pytree that contains the state, as in `read`.
+      dtype: The number format.
+      max_lost_fraction: The fraction of the nonzero elements of a group that may become 0.
+      name: The `name` of the `histogram` stage, if there are several.
+
+    Returns:
+      A `DtypeFit`. You can use `print` to show it as a table.
+
+    Raises:
+      ValueError: If `histograms` raises it, if `max_lost_fraction` is negative or at least 1, or if
+        `dtype` is not a real floating-point format with a sign and 0.
+      TypeError: If `histograms` raises it, if `max_lost_fraction` is not a number, or if `dtype` is
+        not a dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optaxclip import monitor
+      >>> tx = monitor.histogram()
+      >>> grads = {"embed": 2.0 ** -jnp.arange(12.0, 30.0), "head": 2.0 ** -jnp.arange(0.0, 9.0)}
+      >>> _, state = tx.update(grads, tx.init(grads))
+      >>> print(dtype_fit(state, jnp.float16))
+      float16: take the loss scale 2**10; 2 of 2 groups fit
+             becomes 0  too large  loss scale
+      embed     27.78%      0.00%  2**5 to 2**27
+      head       0.00%      0.00%  2**-16 to 2**15
+    """
+    if not is_real(max_lost_fraction):
+        raise TypeError(f"max_lost_fraction must be a number, got {max_lost_fraction!r}")
+    if not 0 <= max_lost_fraction < 1:
+        raise ValueError(
+            f"max_lost_fraction must be at least 0 and below 1, got {max_lost_fraction!r}"
+        )
+    dtype = float_formats.checked_format(dtype)
+    found = histograms(opt_state, name)
+    groups = {group: _fit(x, dtype, max_lost_fraction) for group, x in found.items()}
+    return DtypeFit(dtype, max_lost_fraction, groups)
+
+
+def _fit(found: Histogram, dtype: jnp.dtype, max_lost_fraction: float) -> GroupFit:
+    below, above = found.underflow_fraction(dtype), found.overflow_fraction(dtype)
+    total = int(found.counts.sum())  # Zeros fit with any scale and are not counted.
+    if not total:
+        return GroupFit(below, above, 0.0, math.inf)
+    # All elements in the bins below `smallest` may be lost. All elements up to `largest` must fit.
+    smallest = float(found.edges[np.argmax(np.cumsum(found.counts) > max_lost_fraction * total)])
+    largest = float(found.edges[np.flatnonzero(found.counts)[-1] + 1])
+    low, high = float_formats.underflow_threshold(dtype), float_formats.overflow_threshold(dtype)
+    lowest = 0.0
+    if low:
+        lowest = low / smallest if smallest else math.inf
+    # The edges are powers of two, but the largest number of a format is not.
+    highest = high if high == math.inf else 2.0 ** (math.frexp(high)[1] - 1) / largest
+    return GroupFit(below, above, lowest, highest)
+
+
+def _power(x: float) -> str:
+    return f"2**{math.frexp(x)[1] - 1}" if 0 < x < math.inf else f"{x:g}"
 
 
 @register_state
@@ -291,7 +439,8 @@ def histogram(
     def init(params: PyTree) -> HistogramState:
         flat = flatten(params, "params")
         names = apply_scope(chosen_scope, flat, checked.sharding_hints).names
-        counts = jnp.zeros((len(names), 2, num_counts(wide=_is_wide(flat))), jnp.uint32)
+        wide = norm_dtype(map(dtype_of, flat.inexact_leaves())) == jnp.float64
+        counts = jnp.zeros((len(names), 2, num_counts(wide=wide)), jnp.uint32)
         steps, counted = jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
         return HistogramState(steps, counted, StaticNames((name,)), names, counts)
 
@@ -306,58 +455,39 @@ def histogram(
         if of == "params":
             if params is None:
                 raise ValueError(
-                    f"{name}: of='params' needs the parameters; pass them: "
+                    f"{name}: params must be passed to the update with of='params', got None; use "
                     "update(updates, state, params)"
                 )
             leaves, plan = get_param_leaves(flat, params, plan, checked)
         wide = state.counts.shape[-1] == num_counts(wide=True)
         if norm_dtype(map(dtype_of, leaves)) == jnp.float64 and not wide:
             raise ValueError(
-                f"{name}: the {of} have float64 leaves, and the params given to init had none. "
-                f"Call init with params of the dtypes that are counted; {REINIT_HINT}"
+                f"{name}: the params of init must have float64 leaves if the {of} have them, got "
+                f"none; call init with params of the counted dtypes, or {REINIT_HINT}"
             )
-        steps, counted, counts = _write_counts(
-            state.steps,
-            state.last_counted_step,
-            state.counts,
-            leaves,
-            plan=plan,
-            every=every,
-            wide=wide,
-        )
+        old = state.steps, state.last_counted_step, state.counts
+        steps, counted, counts = _write_counts(old, leaves, plan=plan, every=every, wide=wide)
         names = plan.grouping.names
-        return updates, state._replace(
-            steps=steps, last_counted_step=counted, names=names, counts=counts
-        )
+        return updates, HistogramState(steps, counted, state.name, names, counts)
 
     return transformation(init, update)
 
 
-def _is_wide(flat: FlatTree) -> bool:
-    """Returns True if a leaf is 64-bit."""
-    return norm_dtype(map(dtype_of, flat.inexact_leaves())) == jnp.float64
-
-
-@global_view(out_like=("steps", "counted", "counts"))
+@global_view(out_like="old")
 def _write_counts(
-    steps: Array,
-    counted: Array,
-    counts: Array,
-    leaves: list[Any],
-    *,
-    plan: Plan,
-    every: int,
-    wide: bool,
+    old: tuple[Array, Array, Array], leaves: list[Any], *, plan: Plan, every: int, wide: bool
 ) -> tuple[Array, Array, Array]:
-    """Computes the three arrays of the state after a step."""
+    """Counts the elements if the step is due, and returns the new arrays of the state."""
+    # i32[], i32[], u32[groups, 2, counts]
+    steps, counted, counts = old
     leaves = lax.stop_gradient(as_arrays(leaves))
 
     def count(_: Any) -> tuple[Array, Array, Array]:
         return jnp.zeros((), bool), steps, compute_group_histograms(leaves, plan, wide=wide)
 
-    # A loop with at most one iteration. Under `vmap`, `lax.cond` would count at all steps, but the
-    # loop only runs if a seed has to count. If a skip skips a step that is due, the next step is
-    # counted instead.
+    # Uses a loop with at most one iteration. Under `vmap`, `lax.cond` would count at all steps, but
+    # the loop only runs if a seed has to count. If a surrounding skip skips a step that is due, the
+    # next step is counted instead.
     is_due = (steps % every == 0) | (steps // every > counted // every)
     start = (is_due, counted, counts)
     _, counted, counts = lax.while_loop(lambda carry: carry[0], count, start)

@@ -1,5 +1,6 @@
 """Reads histories of a run from the states of `record` and `events`."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ from optaxclip.monitor._find_states import (
     unbox,
 )
 from optaxclip.monitor._record import RecordState
+from optaxclip.monitor._summary import has_elements
 
 
 def history(
     opt_state: PyTree, name: str | None = None, stat: str | None = None
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    """Returns the values that `record` or `events` kept of the last steps, the oldest first.
+    """Returns the values that `record` or `events` recorded at the last steps, oldest first.
 
     Args:
       opt_state: Any pytree that contains the state, as in `read`.
@@ -29,7 +31,7 @@ def history(
         If None, returns the norm from a record, and all fields from events.
 
     Returns:
-      All steps so far, or the last `window` of them, in NumPy, after one `jax.device_get`.
+      A NumPy array of all steps so far or the last `window` of them, after one `jax.device_get`.
 
       A record returns float32[steps]. With a scope, it returns float32[steps, groups], with one
       column per name in `history_names`.
@@ -40,21 +42,21 @@ def history(
 
         step      | int64, 0 is the first update since `init`
         verdict   | "taken", "clipped", "not finite" (and not skipped), or "skipped"
-        norm      | float32, as in `metrics`, the worst one of leaves or groups
+        norm      | float32, as in `metrics`, of the worst leaf or group
         threshold | float32, the norm above which the rule acts
         factor    | float32, the factor applied to the gradient, 0 for a skipped step
         worst     | the name of the worst leaf or group
 
-      These numbers are from the first clip or skip in the order of `read`, the outermost one. The
-      fields of the others start with their names, `clip_by_global_norm/threshold`. At steps where
-      one of them did not run, for example because a skip around it left out the step, its fields
-      are NaN and its `worst` is empty. A skip that checks the loss also has `loss` and
-      `loss_threshold`. The verdict applies to the whole step.
+      These numbers are from the first clip or skip in the order of `read`, which is the outermost.
+      The fields of later clips and skips start with their names,
+      `clip_by_global_norm/threshold`. If a clip or skip did not run at a step, for example because
+      a surrounding skip skipped the step, its fields are NaN and its `worst` is empty. A skip that
+      checks the loss also has `loss` and `loss_threshold`. The verdict applies to the whole step.
 
     Raises:
       ValueError: If no record or events have the name, or if several do, if the statistic or field
-        is not kept, if `stat` is None and a record keeps several statistics without the norm, or if
-        the names of leaves are needed and the state has lost them.
+        is not recorded, if `stat` is None and a record has several statistics without the norm, or
+        if the names of leaves are needed and the state has lost them.
       TypeError: Under `jit`, `vmap` or `grad`, where there are no numbers yet.
 
     Example:
@@ -68,84 +70,79 @@ def history(
     """
     state = _only_record(opt_state, name)
     if isinstance(state, EventsState):
-        return _events(state, stat)
+        return _events_history(state, stat)
     kept = sorted(state.last)
-    chosen = _select_stat(kept, stat)
-    _, rows = _rows(state.steps, state.ring)
-    return rows if len(kept) == 1 else rows[:, kept.index(chosen)]
+    default = kept[0] if len(kept) == 1 else "norm"
+    if stat is None and default in kept:
+        stat = default
+    position = kept.index(_check_stat(stat, kept))
+    _, rows = _fetch_rows(state.steps, state.ring)
+    return rows if len(kept) == 1 else rows[:, position]
 
 
-def _rows(steps: Any, *rings: Any) -> list[Any]:
-    """Returns the number of steps and, for all rings, the rows of the last steps."""
+def _fetch_rows(steps: Any, *rings: Any) -> list[Any]:
+    """Returns the number of steps and the rows of the last steps from all rings."""
     steps, rings = fetch_to_host((unbox(steps), [unbox(ring) for ring in rings]), "history")
     check_not_vmapped(steps, "history")
-    # [window, ...] -> [min(steps, window), ...]. The oldest row of a full ring is the next one to
+    # [window, ...] -> [min(steps, window), ...]. The oldest row of a full ring is the next row to
     # be overwritten.
     return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
 
 
-def _fields_of(judges: list[EventSource]) -> list[list[str]]:
+def _fields_of(sources: list[EventSource]) -> list[list[str]]:
     """Returns the names of the fields for clips, skips and losses of skips."""
     found = []
-    for judge in judges:
-        front = "" if judge.name == judges[0].name else f"{judge.name}/"
-        kinds = (
-            ("loss", "loss_threshold")
-            if judge.is_loss
-            else ("norm", "threshold", "factor", "worst")
-        )
+    for source in sources:
+        front = "" if source.name == sources[0].name else f"{source.name}/"
+        kinds = ["norm", "threshold", "factor", "worst"]
+        if source.is_loss:
+            kinds = ["loss", "loss_threshold"]
         found.append([f"{front}{kind}" for kind in kinds])
     return found
 
 
-def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[Any]]:
+def _events_history(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[Any]]:
     """Returns the events, or one of their fields."""
-    steps, numbers, marks = _rows(state.steps, state.numbers, state.flags)
-    judges = event_sources(state.inner_state)
+    # [steps], f32[rows, sources, 3], i32[rows, 1 + sources]
+    steps, numbers, flags = _fetch_rows(state.steps, state.numbers, state.flags)
+    sources = event_sources(state.inner_state)
+    all_fields = _fields_of(sources)
+    if stat is not None:
+        _check_stat(stat, ["step", "verdict", *itertools.chain(*all_fields)])
     found: dict[str, Any] = {
-        "step": np.arange(steps - len(marks), steps, dtype=np.int64),
-        "verdict": np.array(VERDICTS)[marks[:, 0]],
+        "step": np.arange(steps - len(flags), steps, dtype=np.int64),
+        "verdict": np.array(VERDICTS)[flags[:, 0]],
     }
-    for i, (judge, fields) in enumerate(zip(judges, _fields_of(judges), strict=True)):
-        worst = marks[:, 1 + i]  # int[steps]
-        names = judge.names if judge.has_entries else state.names
+    for i, (source, fields) in enumerate(zip(sources, all_fields, strict=True)):
+        worst = flags[:, 1 + i]  # i32[rows]
+        names = source.names if has_elements(source.record) else state.names
         for number, field in enumerate(fields):
             if not field.endswith("worst"):
                 found[field] = np.where(worst == NOT_RUN, np.nan, numbers[:, i, number])
             elif stat in (None, field):
                 if not names and np.any(worst > 0):
-                    raise names_lost_error(
-                        f"the events of {judge.name} have lost the names of leaves"
-                    )
+                    raise names_lost_error(f"the events of {source.name}")
                 found[field] = np.array(["", *names])[np.maximum(worst, 0)]
     if stat is not None:
-        return found[_check_stat(stat, list(found), "the events have")]
-    # A structured array [steps], because the columns have different dtypes.
-    table = np.empty(len(marks), [(field, column.dtype) for field, column in found.items()])
+        return found[stat]
+    # A structured array, because the columns have different dtypes.
+    table = np.empty(len(flags), [(field, column.dtype) for field, column in found.items()])
     for field, column in found.items():
         table[field] = column
     return table
 
 
-def _select_stat(kept: list[str], stat: str | None) -> str:
-    """Returns the name of the requested statistic."""
-    if stat is None and (len(kept) == 1 or "norm" in kept):
-        return kept[0] if len(kept) == 1 else "norm"
-    return _check_stat(stat, kept, "the record keeps")
-
-
-def _check_stat(stat: str | None, kept: list[str], has: str) -> str:
+def _check_stat(stat: str | None, kept: list[str]) -> str:
     if stat not in kept:
         hint = did_you_mean(stat, kept) if isinstance(stat, str) else ""
-        raise ValueError(f"stat must be one of {kept}, which {has}; got {stat!r}{hint}")
+        raise ValueError(f"stat must be one of {kept}, got {stat!r}{hint}")
     return stat
 
 
 def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]:
     """Returns the names of the columns in `history`.
 
-    These are the names of groups or leaves, `("tree",)` or `("loss",)`. For events, they are the
-    names of the fields.
+    They can be names of groups or leaves, `("tree",)`, `("loss",)`, or the fields of events.
 
     Args:
       opt_state: Any pytree that contains the state, as in `history`.
@@ -167,9 +164,9 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
     state = _only_record(opt_state, name)
     if isinstance(state, EventsState):
         fields = _fields_of(event_sources(state.inner_state))
-        return ("step", "verdict", *(field for each in fields for field in each))
+        return ("step", "verdict", *itertools.chain(*fields))
     if not state.names and unbox(state.ring).size:
-        raise names_lost_error("the record has lost the names of its groups")
+        raise names_lost_error("the record")
     return tuple(state.names)
 
 
@@ -178,5 +175,5 @@ def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsSta
         "opt_state must contain a record, got none; insert monitor.record(window) into the chain "
         "(before the clip to record the raw norms) and pass the chain's state"
     )
-    told = {"reader": "history", "what": "record", "missing": missing}
-    return find_one_state(opt_state, name, RecordState, EventsState, **told)
+    words = {"reader": "history", "what": "record", "missing": missing}
+    return find_one_state(opt_state, name, RecordState, EventsState, **words)

@@ -1,8 +1,9 @@
 """Reads the results of clips, skips and records at the last step from a state."""
 
+import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, overload
 
 import jax
@@ -12,6 +13,7 @@ from jax import Array
 from jax.core import Tracer
 
 import optaxclip._backend.memory as memory
+import optaxclip._backend.meshes as meshes
 from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip._base.validation import check_bool, check_int, short_repr
 from optaxclip.monitor._find_states import (
@@ -26,29 +28,32 @@ from optaxclip.monitor._find_states import (
 from optaxclip.monitor._summary import (
     NUMBERS,
     OF_ALL,
+    ClipRecord,
+    Counts,
+    HistogramRecord,
+    LogRecord,
     Recorded,
     Summary,
-    has_entries,
-    labels_of,
+    counts_until,
+    has_elements,
     loggable_records,
     names_of,
-    subtract_counts,
-    summary,
-    summary_on_device,
+    record_of,
+    summarize,
 )
 from optaxclip.transforms.skip import SkipState
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Records(dict[str, ClipInfo]):
-    """The records by key, which also accepts the end of a key if this end is unique."""
+    """The records by key. It can also be indexed with the end of a key if this end is unique."""
 
     def __missing__(self, end: str) -> ClipInfo:
         fitting = [key for key in self if key.endswith(f"/{end}")]
         if len(fitting) == 1:
             return self[fitting[0]]
-        which = "several keys end with it" if fitting else "no key is it or ends with it"
-        raise KeyError(f"{end!r}: {which}; the keys are {list(self)}")
+        matches = f"{len(fitting)} matches"
+        raise KeyError(f"key must match exactly one of {list(self)}, got {end!r} with {matches}")
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, ClipInfo]], tuple[str, ...]]:
         """Returns the records as children, in their order."""
@@ -96,6 +101,7 @@ def read(opt_state: PyTree) -> Records:
       >>> print(read(opt_state)["clip_by_global_norm"].norm)
       5.0
     """
+    # A box of an `nnx.Optimizer` is not an array, so the fields of the records are unboxed.
     places, infos = [], []
     for path, state in records(opt_state, "read"):
         places.append((path, (name_of(state),)))
@@ -122,10 +128,10 @@ def metrics(
 
       number           | of   | meaning                                    | of many elements
       -----------------|------|--------------------------------------------|-----------------
-      norm             | both | the norm before clipping                   | of the worst one
-      threshold        | both | the norm above which the rule acts         | of the worst one
-      factor           | both | the factor applied to the gradient         | of the worst one
-      clipped_norm     | both | norm * factor, the norm after clipping     | of the worst one
+      norm             | both | the norm before clipping                   | of the worst
+      threshold        | both | the norm above which the rule acts         | of the worst
+      factor           | both | the factor applied to the gradient         | of the worst
+      clipped_norm     | both | norm * factor, the norm after clipping     | of the worst
       clipped_fraction | clip | num_clipped / steps                        | the largest
       num_clipped      | clip | steps so far with clipping                 | the largest
       num_nonfinite    | both | steps so far with a non-finite norm        | the largest
@@ -151,24 +157,25 @@ def metrics(
     step, if `optax.inject_hyperparams` keeps it under this name. If there are several, the second
     and later names end with a number.
 
-    Late in a run, the fraction over all steps hardly changes. With `since`, the fraction and all
-    counts cover only the steps after an earlier state. All other numbers still describe the last
-    step. If there was no step between the two states, the fraction is 0. If `since` is the later
-    state, for example after a rollback, the fraction is NaN and `steps` is negative.
+    The fraction over all steps hardly changes late in a run. You can use `since` to restrict the
+    fraction and all counts to the steps after an earlier state. The remaining numbers still
+    describe the last step. If there was no step between the two states, the fraction is 0. If
+    `since` is the later state, for example after a rollback, the fraction is NaN and `steps` is
+    negative.
 
-    With `top`, clips and records with several leaves or groups also show the numbers of the worst
-    ones, the worst first: `clip_by_norm/top/0/norm`, `threshold`, `factor` and `clipped_norm`, and
-    all statistics of a record, `record/top/0/share`. A record sorts them by their norms. If it
-    keeps no norms, it uses the first of its statistics in the order of its table.
-    `record/top/0/index` identifies the leaf. Its name is `history_names(state)[index]`, or
+    You can use `top` to add the numbers of the worst leaves or groups, the worst first. For a clip,
+    these are `clip_by_norm/top/0/norm`, `threshold`, `factor` and `clipped_norm`, and for a record
+    all of its statistics, `record/top/0/share`. A record sorts its groups by their norms, or
+    without norms by the first of its statistics in the order of its table. `record/top/0/index`
+    identifies the leaf. Its name is `history_names(state)[index]`, or
     `read(state)["clip_by_norm"].names[index]` for a clip. `scalars` returns the name itself as
-    `record/top/0/name`. If there are fewer leaves than `top`, there are fewer numbers.
+    `record/top/0/name`. There are fewer numbers for trees with fewer leaves than `top`.
 
-    Labels have separate numbers (scopes `group` and `muon`). With `per_group`, leaves and the
-    layers of a stack also have separate numbers: `clip_by/norm/layers/00`. Otherwise, one number
-    represents all of them, because there can be very many leaves, units, or states under `vmap`.
-    The worst element has the largest ratio of norm to threshold. If several are equal (up to
-    rounding), the first is used. A non-finite norm and a threshold of 0 are worse than all others.
+    Labels have separate numbers (scopes `group` and `muon`). You can use `per_group` to also get
+    separate numbers for leaves and for the layers of a stack: `clip_by/norm/layers/00`. By default,
+    one number represents all of them, because there can be very many leaves, units, or states under
+    `vmap`. The worst element has the largest ratio of norm to threshold. The first of several equal
+    elements (up to rounding) is used. A non-finite norm or a threshold of 0 is always the worst.
     The threshold is inf before the first step, and always for `skip_nonfinite`.
 
     The names depend only on the transformations and are the same at all steps. If several
@@ -179,8 +186,8 @@ def metrics(
       opt_state: Any pytree that contains the state, as in `read`.
       prefix: The start of all names, such as "train/".
       since: An earlier state of the same optimizer, or its `counts`. Only later steps are counted.
-        If None, counts from the first step. Keep `counts` between two logs, because a step deletes
-        a state that is donated to it.
+        If None, counts from the first step. You should keep `counts` between two logs, because a
+        step deletes a donated state.
       top: The number of worst leaves or groups to show.
       per_group: If True, leaves, layers and groups have separate numbers.
 
@@ -207,17 +214,18 @@ def metrics(
       >>> print(found["train/clip_by_group_norm/norm/actor"])
       5.0
     """
-    found = loggable_records(opt_state, "metrics")
-    labels = _labels(found, per_group)
-    numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
-    arrays, rates = memory.put_on_device(numbers)
-    rows = zip(arrays, labels, strict=True)
-    # [labels], or [1] without labels
-    summaries = [
-        summary_on_device(*numbers, with_labels=bool(names), top=top) for numbers, names in rows
-    ]
+    states, labels, on_device = _collect(opt_state, prefix, since, top, per_group, "metrics")
+    # The arrays can be in the memory of the host, for example with an offloaded optimizer state.
+    records, earlier, rates = memory.put_on_device(on_device)
+    summaries = {
+        name: _summarize_on_device(
+            record, earlier.get(name, {}), with_labels=bool(labels[name]), top=top
+        )
+        for name, record in records.items()
+    }
+    # Under `vmap`, the states can have several learning rates.
     rates = {name: jnp.max(jnp.asarray(rate)) for name, rate in rates.items()}
-    return _flatten_names(found, summaries, labels, rates, prefix)
+    return _flatten(states, summaries, labels, rates, prefix, with_names=False)
 
 
 @overload
@@ -300,71 +308,93 @@ def scalars_on_host(
     opt_state: PyTree, prefix: str, since: PyTree | None, top: int, per_group: bool, caller: str
 ) -> dict[str, Any]:
     """Returns the numbers of `scalars`, with the name of the `caller` in messages."""
-    found = loggable_records(opt_state, caller)
-    labels = _labels(found, per_group)
-    numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
+    states, labels, on_device = _collect(opt_state, prefix, since, top, per_group, caller)
     # One transfer for all records, because transfers wait for the device.
-    arrays, rates = fetch_to_host(numbers, caller)
-    rows = zip(arrays, labels, strict=True)
-    summaries = [summary(*numbers, with_labels=bool(names), top=top) for numbers, names in rows]
+    records, earlier, rates = fetch_to_host(on_device, caller)
+    summaries = {
+        name: summarize(record, earlier.get(name, {}), with_labels=bool(labels[name]), top=top)
+        for name, record in records.items()
+    }
     rates = {name: np.max(rate) for name, rate in rates.items()}
-    numbers = _flatten_names(found, summaries, labels, rates, prefix, of_entries=_name)
+    numbers = _flatten(states, summaries, labels, rates, prefix, with_names=True)
     return {name: x if isinstance(x, str) else float(x) for name, x in numbers.items()}
 
 
-Numbers: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
+Labels: TypeAlias = dict[str, tuple[str, ...]]
+"""The labels with separate numbers, by the names of records."""
 
 
-def _check_records(numbers: Numbers, top: int) -> Numbers:
-    """Returns `numbers` and checks that `top` is usable with a record."""
-    if check_int(top, 0, "top") and not any(has_entries(kept) for kept, _ in numbers):
-        raise ValueError(
-            f"top={top} asks for the worst leaves or groups, and no clip or record in the state "
-            "has numbers of several: put monitor.record(scope=scopes.leaf()) in front of the clip"
-        )
-    return numbers
-
-
-def _labels(found: Mapping[str, Recorded], per_group: bool) -> list[tuple[str, ...]]:
-    """Returns the labels with separate numbers for all records."""
-    check_bool(per_group, "per_group")
-    return [labels_of(state, per_group) for state in found.values()]
-
-
-def _index(state: Recorded, index: Any) -> dict[str, Any]:
-    """Returns the index of an element, for use inside compiled functions."""
-    del state
-    return {"index": index}
-
-
-def _name(state: Recorded, index: Any) -> dict[str, Any]:
-    """Returns the name of an element, which only the host can show."""
-    names = names_of(state)
-    if not names:
-        raise names_lost_error(f"{name_of(state)} has lost the names of its leaves")
-    return {"name": names[int(index)]}
-
-
-def _flatten_names(
-    states: Mapping[str, Recorded],
-    summaries: Sequence[Summary],
-    labels: Sequence[tuple[str, ...]],
-    rates: Mapping[str, Any],
-    prefix: str,
-    of_entries: Callable[[Recorded, Any], dict[str, Any]] = _index,
-) -> dict[str, Any]:
-    """Returns the numbers of all records by name."""
+def _collect(
+    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, per_group: bool, caller: str
+) -> tuple[dict[str, Recorded], Labels, tuple[dict[str, LogRecord], Counts, dict[str, Any]]]:
+    """Returns the states and labels, and the records, earlier counts and rates to transfer."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
+    check_bool(per_group, "per_group")
+    check_int(top, 0, "top")
+    states = loggable_records(opt_state, caller)
+    records = {name: record_of(state) for name, state in states.items()}
+    labels = {name: _labels_of(states[name], x, per_group) for name, x in records.items()}
+    earlier = counts_until(records, since)
+    if top and not any(map(has_elements, records.values())):
+        raise ValueError(
+            f"top must be 0 if no clip or record has several leaves or groups, got {top}; insert "
+            "monitor.record(scope=scopes.leaf()) before the clip"
+        )
+    return states, labels, (records, earlier, learning_rates(opt_state))
+
+
+def _labels_of(state: Recorded, record: LogRecord, per_group: bool) -> tuple[str, ...]:
+    """Returns the elements with separate numbers (labeled ones or all), or an empty tuple."""
+    names = names_of(state)
+    if names.is_user_label or not per_group:
+        return tuple(names) if names.is_user_label else ()
+    if not has_elements(record):
+        return tuple(names) if isinstance(record, HistogramRecord) else ()
+    values = record.norm if isinstance(record, ClipRecord) else record.last
+    if not names and any(x.size for x in jax.tree.leaves(values)):
+        raise names_lost_error(f"the state of {name_of(state)}")
+    return tuple(names)
+
+
+@functools.partial(jax.jit, static_argnames=("with_labels", "top"), inline=True)
+def _summarize_on_device(
+    record: LogRecord, earlier: dict[str, Any], with_labels: bool, top: int
+) -> Summary:
+    # The arrays can be traced, or sharded by seeds over an explicit mesh.
+    record, earlier = jax.tree.map(meshes.replicate, (record, earlier))
+    return summarize(record, earlier, with_labels, top)
+
+
+def _flatten(
+    states: Mapping[str, Recorded],
+    summaries: Mapping[str, Summary],
+    labels: Labels,
+    rates: Mapping[str, Any],
+    prefix: str,
+    *,
+    with_names: bool,
+) -> dict[str, Any]:
+    """Returns the numbers of all records by name."""
     flat = {}
-    for (name, state), numbers, entries in zip(states.items(), summaries, labels, strict=True):
-        ends = [f"/{entry}" for entry in entries] or [""]
+    for name, state in states.items():
+        numbers, ends = summaries[name], [f"/{label}" for label in labels[name]] or [""]
+        # `jit` sorts its results by name, so use the order of NUMBERS.
         for field in (field for field in NUMBERS if field in numbers):
-            column, of_each = numbers[field], [""] if field in OF_ALL else ends
-            flat |= {f"{prefix}{name}/{field}{x}": column[i] for i, x in enumerate(of_each)}
-        for i, few in enumerate(numbers.get("top", ())):
-            entry = of_entries(state, few["index"]) | {x: few[x] for x in NUMBERS if x in few}
-            flat |= {f"{prefix}{name}/top/{i}/{field}": x for field, x in entry.items()}
+            suffixes = [""] if field in OF_ALL else ends
+            flat |= {
+                f"{prefix}{name}/{field}{x}": numbers[field][i] for i, x in enumerate(suffixes)
+            }
+        for i, worst in enumerate(numbers.get("top", ())):
+            top = f"{prefix}{name}/top/{i}"
+            # Names are strings, so compiled functions can only return indices.
+            if not with_names:
+                flat[f"{top}/index"] = worst["index"]
+            elif names := names_of(state):
+                flat[f"{top}/name"] = names[int(worst["index"])]
+            else:
+                raise names_lost_error(f"the state of {name_of(state)}")
+            flat |= {f"{top}/{field}": worst[field] for field in NUMBERS if field in worst}
     return flat | {f"{prefix}{name}": rate for name, rate in rates.items()}
 
 
@@ -417,6 +447,7 @@ def _plain(value: Any, name: str) -> str | float | None:
     """Converts a value to its JSON type."""
     if not isinstance(value, Tracer) and np.shape(value) == () and hasattr(value, "item"):
         value = value.item()
+    # JSON has no NaN and no infinities.
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, str | int | float):

@@ -1,4 +1,4 @@
-"""The gradient noise scale: averages over the steps tell which batch size would be enough."""
+"""Estimates the gradient noise scale, which indicates a sufficient batch size."""
 
 from typing import Any, NamedTuple
 
@@ -18,18 +18,19 @@ from optaxclip.thresholds._rule import check_decay
 
 @register_state
 class NoiseSums(NamedTuple):
-    """Two estimates from the gradients of the parts of one batch; each is unbiased.
+    """Two unbiased estimates from the gradients of the parts of one batch.
 
-    They are squares of norms, so in float32 they are infinite if the norms of the gradients are
-    above about 1e19, and 0 if these are below about 1e-19; float64 holds all squares of float32.
+    They are squares of norms, so float32 sums are infinite for norms above about 1e19, and 0 for
+    norms below about 1e-19. Use float64 to represent the squares of all float32 norms.
 
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162, appendix A.
 
     Attributes:
-      signal: float[], an estimate of the squared norm of the true gradient; from one step it may be
-        negative.
-      variance: float[], an estimate of the trace of the covariance of single examples' gradients
-        (or of whatever else is counted). For the gradient of a batch of `n` it is `variance / n`.
+      signal: float[], an estimate of the squared norm of the true gradient. The estimate of a
+        single step can be negative.
+      variance: float[], an estimate of the trace of the covariance of the gradients of single
+        examples, or of another unit that is counted. For the gradient of a batch of `n`, the trace
+        is `variance / n`.
     """
 
     signal: Array
@@ -41,8 +42,8 @@ class NoiseScaleState(NamedTuple):
     """State of `noise_scale`.
 
     Attributes:
-      steps: int32[], how many steps so far had finite sums.
-      name: the transformation's name, as a tuple of one.
+      steps: int32[], the number of steps so far with finite sums.
+      name: The name of the transformation, as a tuple with one element.
       signal: float32[], the average of the signals of these steps.
       variance: float32[], the average of their variances.
     """
@@ -54,12 +55,12 @@ class NoiseScaleState(NamedTuple):
 
     @property
     def scale(self) -> Array:
-        """The noise scale; NaN before the first step, infinite while the signal is not positive."""
+        """The noise scale. NaN before the first step, and inf if the signal is not positive."""
         return scale_of(self.steps, self.signal, self.variance)
 
 
 def scale_of(steps: Any, signal: Any, variance: Any) -> Any:
-    """The ratio of averages of sums, in JAX or, for arrays of NumPy, in NumPy."""
+    """Returns the ratio of the averages, in the library of the arrays, JAX or NumPy."""
     xp = jnp if isinstance(signal, jax.Array) else np
     has_signal = signal > 0
     ratio = xp.where(has_signal, variance, xp.inf) / xp.where(has_signal, signal, 1)
@@ -70,30 +71,30 @@ def scale_of(steps: Any, signal: Any, variance: Any) -> Any:
 def noise_scale(
     decay: ArrayLike = 0.99, *, name: str = "noise_scale"
 ) -> Transformation[NoiseScaleState]:
-    """Keeps the gradient noise scale: about the batch size above which more examples help little.
+    """Estimates the gradient noise scale, a batch size above which more examples help little.
 
-    It averages the two sums of `optaxclip.accumulate` over the steps and then divides the averages:
-    `variance / signal`, the simple noise scale. The gradient of a much smaller batch is mostly
-    noise; a much larger batch makes the gradient more exact than the step needs. Updates pass
-    through untouched, so `noise_scale` may stand anywhere in a chain.
+    The transformation averages the two sums of `optaxclip.accumulate` over the steps and divides
+    the averages, `variance / signal`. This ratio is the simple noise scale. The gradient of a much
+    smaller batch is mostly noise, and a much larger batch makes the gradient more accurate than the
+    step needs. Updates are returned unchanged, so you can use `noise_scale` anywhere in a chain.
 
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162.
 
     Args:
-      decay: the share of an average that stays at a step, at least 0 and below 1; the first steps
-        are averaged evenly. Sums of single steps are noisy: their ratio needs some hundred of them.
-      name: what the transformation is called in messages and by `optaxclip.monitor`.
+      decay: The fraction of an average that is kept at a step, at least 0 and below 1. The first
+        steps have equal weights. The sums of single steps are noisy, so their ratio should be
+        averaged over some hundred steps.
+      name: The name of the transformation in messages and in `optaxclip.monitor`.
 
     Returns:
-      A transformation with a `NoiseScaleState`, whose `scale` is in units of the weights: examples,
-      or tokens. `optaxclip.monitor.metrics` and `scalars` show it too. Its update needs the sums,
-      `update(grads, state, params, noise=accumulated.noise)`; sums that are not finite do not
-      count.
+      A transformation with a `NoiseScaleState`. Its `scale` is in the unit of the weights, examples
+      or tokens, and `optaxclip.monitor.metrics` and `scalars` show it too. The update needs the
+      sums, `update(grads, state, params, noise=accumulated.noise)`. Non-finite sums are ignored.
 
     Raises:
-      ValueError: if `decay` is not in its range; when used, without `noise=`.
-      TypeError: if `decay` is not a number, `name` is not a string or is empty, or `noise` is not a
-        `NoiseSums`.
+      ValueError: If `decay` is not in its range. The update also raises it if `noise` is missing.
+      TypeError: If `decay` is not a number, if `name` is not a string or is empty, or if `noise` is
+        not a `NoiseSums`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -123,50 +124,44 @@ def noise_scale(
     ) -> tuple[PyTree, NoiseScaleState]:
         del params
         check_state(state, NoiseScaleState, name, updates=updates)
-        noise = NoiseSums(*(cast_to_float32(x) for x in _noise_sums_from(extra_args, name)))
-        is_finite = jnp.isfinite(noise.signal) & jnp.isfinite(noise.variance)
+        noise = extra_args.get("noise")
+        if noise is None:
+            raise ValueError(
+                f"{name}: noise must be passed to the update, got None; use "
+                "update(grads, state, params, noise=accumulated.noise) with the results of "
+                "optaxclip.accumulate"
+            )
+        if not isinstance(noise, NoiseSums):
+            raise TypeError(
+                f"{name}: noise must be the NoiseSums of optaxclip.accumulate, got {noise!r:.80}"
+            )
+        sums = [cast_to_float32(x) for x in noise]
+        is_finite = jnp.isfinite(sums[0]) & jnp.isfinite(sums[1])
         steps = safe_increment(state.steps, is_finite)
         number = jnp.maximum(steps, 1).astype(jnp.float32)
-        # (1 - decay) / (1 - decay**number): the weight of the newest of `number` estimates.
-        share = jnp.expm1(jnp.log(cast_to_float32(decay))) / jnp.expm1(
-            number * jnp.log(cast_to_float32(decay))
+        # The weight of the newest of `number` estimates is (1 - decay) / (1 - decay**number). Use
+        # expm1, because these differences lose digits in float32 if decay is close to 1.
+        log_decay = jnp.log(cast_to_float32(decay))
+        weight = jnp.expm1(log_decay) / jnp.expm1(number * log_decay)
+        # Non-finite sums are replaced first, because `jax_debug_nans` stops at a NaN.
+        signal, variance = (
+            old + weight * (jnp.where(is_finite, new, old) - old)
+            for old, new in zip((state.signal, state.variance), sums, strict=True)
         )
-
-        def average(old: Array, new: Array) -> Array:
-            # A new sum that is not finite is replaced first: `jax_debug_nans` stops at a NaN.
-            return old + share * (jnp.where(is_finite, new, old) - old)
-
-        signal, variance = map(average, (state.signal, state.variance), noise)
         return updates, state._replace(steps=steps, signal=signal, variance=variance)
 
     return transformation(init, update)
 
 
-def _noise_sums_from(extra_args: dict[str, Any], name: str) -> NoiseSums:
-    """The sums among an update's extra arguments."""
-    noise = extra_args.get("noise")
-    if noise is None:
-        raise ValueError(
-            f"{name}: the update needs the noise sums, and noise= was not given; pass those of "
-            "optaxclip.accumulate: update(grads, state, params, noise=accumulated.noise)"
-        )
-    if not isinstance(noise, NoiseSums):
-        raise TypeError(
-            f"{name}: noise must be the NoiseSums of optaxclip.accumulate, got {noise!r:.80}"
-        )
-    return noise
-
-
 def where_or_nan(known: Array, x: Array) -> Array:
-    """`x`, or NaN where `known` is False.
-
-    `jax_debug_nans` does not stop here in eager mode, because an unknown number is not an error.
-    """
+    """Returns `x`, or NaN where `known` is False."""
+    # An unknown number is not an error, so `jax_debug_nans` must not stop here in eager mode.
     with jax.debug_nans(False):
         return select(known, x, jnp.nan)
 
 
 def nan_like(like: Array) -> Array:
-    """NaN, shaped and typed as `like`; `jax_debug_nans` does not stop at it in eager mode."""
+    """Returns NaN with the shape and dtype of `like`."""
+    # NaN is not an error here either, see `where_or_nan`.
     with jax.debug_nans(False):
         return jnp.full_like(like, jnp.nan)

@@ -1,6 +1,11 @@
-"""Recording of norms and other statistics of the last steps on the device."""
+"""Records norms and other statistics of the last steps on the device.
 
-from collections.abc import Sequence
+Statistics are computed from a few norms. A norm that several statistics need is measured once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
@@ -8,10 +13,12 @@ import numpy as np
 from jax import Array
 
 import optaxclip._backend.meshes as meshes
+import optaxclip.norms as norms
 import optaxclip.scopes as scopes
+from optaxclip._backend.elementwise import as_arrays
 from optaxclip._backend.global_view import Transformation, global_view, transformation
 from optaxclip._backend.leaf_shardings import apply_scope
-from optaxclip._base.numerics import saturating_cast
+from optaxclip._base.numerics import divide_no_nan, promote_dtypes, saturating_cast
 from optaxclip._base.state import (
     REINIT_HINT,
     StaticNames,
@@ -19,13 +26,14 @@ from optaxclip._base.state import (
     register_state,
     safe_increment,
 )
-from optaxclip._base.trees import flatten
+from optaxclip._base.trees import FlatTree, flatten, is_sparse
 from optaxclip._base.types import PyTree
 from optaxclip._base.validation import check_bool, check_int, did_you_mean, validate_call
+from optaxclip._engine.measure import measure, with_entries
 from optaxclip._engine.options import Options, ShardingOptions, document_options
-from optaxclip._engine.plan import make_plan
+from optaxclip._engine.plan import Plan, get_param_leaves, make_plan
+from optaxclip._engine.products import InnerProducts, products
 from optaxclip.monitor._find_states import check_ring_buffer
-from optaxclip.monitor._statistics import STATISTICS, compute_statistics
 from optaxclip.norms import Norm
 from optaxclip.scopes.leaves import Scope, resolve_scope
 from optaxclip.thresholds._loss import loss_from_extra_args
@@ -41,8 +49,8 @@ class RecordState(NamedTuple):
       name: The name of the transformation, as a tuple with one element.
       names: The names of the groups in order.
       last: The statistics of the last step by name, float32[] or, with a scope, float32[groups].
-        The value is -inf for a group without leaves at that step, because NaN means that it was
-        non-finite or that the step was skipped.
+        The value is -inf for a group without leaves at that step, because NaN means that the
+        group was non-finite or that the step was skipped.
       ring: float32[window] or float32[window, groups]. With several statistics,
         float32[window, statistics, ...] in the order of their names. Step n is in row `n % window`.
     """
@@ -83,7 +91,7 @@ def record(
     a skip, the statistics of skipped steps are NaN. Steps keep their numbers, and `num_skipped`
     counts the skipped steps. Put the record before the skip to see the norms of skipped steps.
     Nothing is sent to the host until you call `history`. `metrics` and `scalars` return the last
-    step. It works under `jit`, in `scan` and under `vmap`.
+    step. You can use it under `jit`, in `scan` and under `vmap`.
 
     As the last stage of a chain, it records the updates that are applied to the params. Then
     "ratio" is the norm of the update divided by the norm of the params, usually about 1e-3. Its
@@ -145,54 +153,56 @@ def record(
     """
     window = check_int(window, 1, "window")
     checked = Options.create(norm=norm, **options)
-    kept = _check_stats(stats)
+    stats = _check_stats(stats)
     chosen_scope = scopes.tree() if scope is None else resolve_scope(scope)
-    if check_bool(loss, "loss") and (scope is not None or kept != ("norm",)):
-        raise ValueError("loss cannot be kept with scope or stats: chain a second record for those")
+    if check_bool(loss, "loss") and (scope is not None or stats != ("norm",)):
+        raise ValueError(
+            "loss must be False with scope or stats, got True; chain a second record for the loss"
+        )
     name = checked.name
 
     def init(params: PyTree) -> RecordState:
-        columns, names, keys = (), StaticNames(("loss",)), ("loss",)
+        keys, names, columns = ("loss",), StaticNames(("loss",)), ()
         if not loss:
-            grouping, keys = (
-                apply_scope(chosen_scope, flatten(params, "params"), checked.sharding_hints),
-                kept,
-            )
-            names = grouping.names
+            flat = flatten(params, "params")
+            grouping = apply_scope(chosen_scope, flat, checked.sharding_hints)
+            keys, names = stats, grouping.names
             columns = () if grouping.layout == "scalar" else (len(names),)
-        last = {key: jnp.zeros(columns, jnp.float32) for key in keys}
         rows = (window, len(keys)) if len(keys) > 1 else (window,)
-        ring = jnp.zeros((*rows, *columns), jnp.float32)
-        zero = jnp.zeros((), jnp.int32)
-        return RecordState(zero, jnp.zeros((), jnp.int32), StaticNames((name,)), names, last, ring)
+        return RecordState(
+            # Separate arrays, because a step can donate them.
+            steps=jnp.zeros((), jnp.int32),
+            num_skipped=jnp.zeros((), jnp.int32),
+            name=StaticNames((name,)),
+            names=names,
+            last={key: jnp.zeros(columns, jnp.float32) for key in keys},
+            ring=jnp.zeros((*rows, *columns), jnp.float32),
+        )
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, RecordState]:
         check_state(state, RecordState, name, updates=updates)
-        keys = ("loss",) if loss else kept
+        keys = ("loss",) if loss else stats
         if sorted(state.last) != list(keys):
             raise ValueError(
-                f"{name}: the state was made by another record: it holds the statistics "
-                f"{sorted(state.last)}, and this record keeps {list(keys)}; {REINIT_HINT}"
+                f"{name}: state must contain the statistics {list(keys)}, got "
+                f"{sorted(state.last)}; {REINIT_HINT}"
             )
-        absent = None
+        names, is_absent = state.names, None
         if loss:
-            found, names = (
-                {"loss": loss_from_extra_args(extra_args, name, checked.axis_names)},
-                state.names,
-            )
+            found = {"loss": loss_from_extra_args(extra_args, name, checked.axis_names)}
         else:
             flat, size = flatten(updates, "updates"), next(iter(state.last.values())).size
             plan = make_plan(flat, chosen_scope, checked, state.names, size)
-            found = compute_statistics(flat, params, plan, kept, checked)
+            found = compute_statistics(flat, params, plan, stats, checked)
             names = plan.grouping.names
             if plan.grouping.layout != "scalar" and not all(plan.grouping.has_leaves):
-                absent = ~np.array(plan.grouping.has_leaves)
+                is_absent = ~np.array(plan.grouping.has_leaves)  # bool[groups]
         rows = (window, len(found)) if len(found) > 1 else (window,)
         shape = (*rows, *jnp.shape(next(iter(found.values()))))
-        check_ring_buffer(state.ring, shape, name, "another record")
-        steps, last, ring = _append_row(state.steps, state.last, state.ring, found, absent)
+        check_ring_buffer(state.ring, shape, name)
+        steps, last, ring = _append_row(state.steps, state.last, state.ring, found, is_absent)
         return updates, state._replace(steps=steps, names=names, last=last, ring=ring)
 
     return transformation(init, update)
@@ -200,16 +210,16 @@ def record(
 
 def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
     """Checks the names of statistics and returns them sorted."""
-    given = (stats,) if isinstance(stats, str) else stats
+    given = (stats,) if isinstance(stats, str) else stats  # A string is also a sequence.
     if not isinstance(given, Sequence) or not all(isinstance(stat, str) for stat in given):
-        raise TypeError(f"stats must be a name or several, of {list(STATISTICS)}; got {stats!r}")
+        raise TypeError(f"stats must be a name or a sequence of names, got {stats!r}")
     for stat in given:
         if stat not in STATISTICS:
             hint = did_you_mean(stat, STATISTICS)
-            raise ValueError(f"stats must be among {list(STATISTICS)}, got {stat!r}{hint}")
+            raise ValueError(f"stats must be from {list(STATISTICS)}, got {stat!r}{hint}")
     if not given or len(set(given)) < len(given):
         raise ValueError(
-            f"stats must name at least one of {list(STATISTICS)}, each at most once; got {stats!r}"
+            f"stats must be one or more different names from {list(STATISTICS)}, got {stats!r}"
         )
     return tuple(sorted(given))
 
@@ -219,6 +229,7 @@ def _after_skip(
     steps: Array, num_skipped: Array, last: dict[str, Array], ring: Array, skip: Array
 ) -> tuple[Array, Array, dict[str, Array], Array]:
     """Updates the counters, last statistics and ring if `skip` is True."""
+    # The skip has restored the old state, so the row of the step still has an older step.
     at = steps % len(ring)
     ring = ring.at[at].set(jnp.where(skip, jnp.nan, ring[at]))
     last = {key: jnp.where(skip, jnp.nan, x).astype(x.dtype) for key, x in last.items()}
@@ -230,10 +241,151 @@ def _after_skip(
 def _append_row(
     steps: Array, old: dict[str, Array], ring: Array, found: dict[str, Array], is_absent: Any
 ) -> tuple[Array, dict[str, Array], Array]:
-    """Appends a row and marks the groups without leaves, `is_absent`, with -inf."""
+    """Appends a row and stores -inf as the last statistics of absent groups."""
     last = {key: saturating_cast(found[key], ring.dtype) for key in sorted(found)}
+    # f32[], f32[groups], f32[statistics] or f32[statistics, groups]
     row = meshes.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
     ring = ring.at[steps % len(ring)].set(row)
     if is_absent is not None:
         last = {key: jnp.where(is_absent, -jnp.inf, x) for key, x in last.items()}
     return safe_increment(steps, period=len(ring)), meshes.reuse_buffers(old, last), ring
+
+
+@dataclasses.dataclass(eq=False)
+class StatisticInputs:
+    """The norms and products used by statistics, which are measured at their first use."""
+
+    leaves: list[Any]
+    weights: list[Any]
+    plan: Plan
+    weights_plan: Plan  # The plan with the placement of the params.
+    norm: Norm
+    with_cosines: bool
+    measured: dict[tuple[str, Norm], Array] = dataclasses.field(default_factory=dict)
+
+    def grad_norms(self, norm: Norm) -> Array:
+        """Returns the norms of the gradients' groups, f32[groups]."""
+        if ("leaves", norm) not in self.measured:
+            self.measured["leaves", norm] = measure(self.leaves, self.plan, norm).norm
+        return self.measured["leaves", norm]
+
+    def param_norms(self, norm: Norm) -> Array:
+        """Returns the norms of the params' groups, f32[groups]."""
+        if ("weights", norm) not in self.measured:
+            # The pass for cosines also returns the L2 norms of dense params, f32[groups].
+            is_shared = self.with_cosines and norm is norms.l2
+            if is_shared and not any(map(is_sparse, self.leaves)):
+                found = jnp.where(self.plan.has_leaves(), self.products.other_norm, jnp.nan)
+            else:
+                found = measure(self.weights, self.weights_plan, norm).norm
+            self.measured["weights", norm] = found
+        return self.measured["weights", norm]
+
+    def zero_fractions(self) -> Array:
+        """Returns the fractions of zeros in groups, or 0 for a group without elements."""
+        not_zero = self.grad_norms(NOT_ZERO)  # f32[groups]
+        return jnp.asarray(with_entries(self.leaves, self.plan), not_zero.dtype) - not_zero
+
+    def shares(self) -> Array:
+        """Returns the fractions of groups in the squared norm of the whole tree, f32[groups]."""
+        norm, present = self.grad_norms(norms.l2), self.plan.has_leaves()
+        known = jnp.where(present, norm, 0)  # f32[groups]
+        # Norms are divided by the largest norm because their squares can overflow.
+        squares = jnp.square(divide_no_nan(known, jnp.max(known, initial=0), 0.0))
+        return jnp.where(present, divide_no_nan(squares, jnp.sum(squares), 0.0), norm)
+
+    def ratios(self) -> Array:
+        """Returns the norms of the gradients divided by those of the params, f32[groups]."""
+        # Gradients and params can have different dtypes.
+        found = [self.grad_norms(self.norm), self.param_norms(self.norm)]
+        norm, of_weights = promote_dtypes(found)
+        return divide_no_nan(norm, of_weights, jnp.where(norm > 0, jnp.inf, norm))
+
+    @functools.cached_property
+    def products(self) -> InnerProducts:
+        """The inner products of gradients and params, and their cosines."""
+        # The products need both trees, so the pass is only local if neither is sharded.
+        placement = self.plan.placement
+        is_unsharded = placement.is_unsharded and self.weights_plan.placement.is_unsharded
+        placement = dataclasses.replace(placement, is_unsharded=is_unsharded)
+        plan = dataclasses.replace(self.plan, placement=placement)
+        known = [self.grad_norms(norms.l2)]
+        if any(map(is_sparse, self.leaves)):
+            known.append(self.param_norms(norms.l2))
+        return products(self.leaves, self.weights, plan, *known)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStatistic:
+    """A statistic with one number per group of a tree."""
+
+    compute: Callable[[StatisticInputs], Array]
+    needs_params: bool = False
+
+
+NOT_ZERO = Norm(
+    "not_zero",
+    lambda x: (x != 0).astype(jnp.finfo(x.dtype).dtype),
+    norms.mean_abs.finalize,
+    degree=0,
+)
+"""A norm that counts elements as 0 or 1 and returns the fraction of nonzero elements."""
+
+STATISTICS: dict[str, GroupStatistic] = {
+    "norm": GroupStatistic(lambda inputs: inputs.grad_norms(inputs.norm)),
+    "max": GroupStatistic(lambda inputs: inputs.grad_norms(norms.linf)),
+    "mean_abs": GroupStatistic(lambda inputs: inputs.grad_norms(norms.mean_abs)),
+    "zero_fraction": GroupStatistic(StatisticInputs.zero_fractions),
+    "share": GroupStatistic(StatisticInputs.shares),
+    "param_norm": GroupStatistic(lambda inputs: inputs.param_norms(inputs.norm), needs_params=True),
+    "ratio": GroupStatistic(StatisticInputs.ratios, needs_params=True),
+    "cosine_param": GroupStatistic(lambda inputs: inputs.products.cosine, needs_params=True),
+}
+
+
+def compute_statistics(
+    flat: FlatTree, params: PyTree | None, plan: Plan, names: tuple[str, ...], options: Options
+) -> dict[str, Array]:
+    """Computes the named statistics, with one number per group or one for the tree."""
+    weights, weights_plan = [], plan
+    needing = [name for name in names if STATISTICS[name].needs_params]
+    if needing:
+        if params is None:
+            raise ValueError(
+                f"{options.name}: params must be passed to the update for the statistics "
+                f"{needing}, got None; use update(updates, state, params)"
+            )
+        weights, weights_plan = get_param_leaves(flat, params, plan, options)
+    static = {"plan": plan, "weights_plan": weights_plan, "names": names, "norm": options.norm}
+    return _compute_statistics(flat.inexact_leaves(), weights, **static)
+
+
+@global_view()
+def _compute_statistics(
+    leaves: list[Any],
+    weights: list[Any],
+    *,
+    plan: Plan,
+    weights_plan: Plan,
+    names: tuple[str, ...],
+    norm: Norm,
+) -> dict[str, Array]:
+    arrays, with_cosines = (as_arrays(leaves), as_arrays(weights)), "cosine_param" in names
+    inputs = StatisticInputs(*arrays, plan, weights_plan, norm, with_cosines)
+    return {name: _reduce_to_names(STATISTICS[name].compute(inputs), plan) for name in names}
+
+
+def _reduce_to_names(packed: Array, plan: Plan) -> Array:
+    """Reduces to one number per name, the largest for a leaf with many groups, or NaN."""
+    if plan.grouping.layout != "dict":
+        return packed
+    # f32[groups] -> f32[names]
+    found = []
+    for x in plan.unpack(packed):
+        # A maximum over devices drops NaN on a CPU (as of JAX 0.10.2).
+        is_unknown = jnp.isnan(x)
+        least = jnp.asarray(-jnp.inf, x.dtype)
+        largest = jnp.max(jnp.where(is_unknown, least, x), initial=least)
+        largest = jnp.where(largest == least, 0, largest)
+        found.append(jnp.where(jnp.any(is_unknown), jnp.nan, largest))
+    return meshes.stack(found) if found else jnp.zeros(0)

@@ -1,4 +1,4 @@
-"""Whether the last step was taken: for all else that the compiled step changes."""
+"""Reads from a state whether the last step was applied, and which leaves caused a skip."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -26,33 +26,35 @@ from optaxclip.transforms.skip import SkipState
 
 
 def step_was_applied(opt_state: PyTree) -> Array:
-    """Whether the last step was taken, not skipped; it works inside of the compiled step too.
+    """Returns `True` if the last step was applied, also inside the compiled step.
 
-    A skip leaves the parameters and the optimizer's state as they were. It does not know what else
-    a step changes: running statistics of BatchNorm, averages of weights, the carried state of a
-    recurrent network. A NaN that gets there stays there. So keep their old values if the step was
-    not taken::
+    A skip keeps the params and the state of the optimizer unchanged. It cannot protect other state
+    that a step changes, for example the running statistics of BatchNorm, averages of weights, or
+    the carried state of a recurrent network. A NaN in this state remains there. You should
+    therefore keep the old values if the step was not applied::
 
       updates, opt_state = tx.update(grads, opt_state, params)
-      batch_stats = optax.tree.where(monitor.step_was_applied(opt_state), new_batch_stats,
-      batch_stats)
+      batch_stats = optax.tree.where(
+          monitor.step_was_applied(opt_state), new_batch_stats, batch_stats
+      )
 
-    `taken` says what became of the step, not whether it was good: a step that a skip took after all
-    (`max_consecutive`) was taken. If there are several skips, all must have taken it. If they are
-    for parts of the parameters, as in `optax.partition`, pass a part of the state to ask for that
-    part.
+    The result does not show whether the step was good. For example, a step that a skip accepts
+    because of `max_consecutive` was applied. If there are several skips, all of them must have
+    applied the step. If the skips are for parts of the params, as in `optax.partition`, pass the
+    part of the state that you need.
 
     Args:
-      opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, after the update.
-        In `optax.MultiSteps`, a microbatch that was added to the sum counts as taken until the step
-        of the whole batch says otherwise, and one that `should_skip_update_fn` left out does not.
+      opt_state: Any pytree that contains the state, as in `optaxclip.monitor.read`, after the
+        update. In `optax.MultiSteps`, a microbatch that was added to the sum counts as applied
+        until the step of the whole batch. A microbatch that `should_skip_update_fn` left out does
+        not.
 
     Returns:
-      bool[]; under `vmap` one for each state. True before the first step. Nothing is sent to the
-      host, so it works under `jit`, `scan`, `vmap` and `shard_map`.
+      bool[], or one element per state under `vmap`. It is True before the first step. Nothing is
+      sent to the host, so the function works under `jit`, `scan`, `vmap` and `shard_map`.
 
     Raises:
-      ValueError: if there is no skip in the state.
+      ValueError: If the state does not contain a skip.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -69,30 +71,29 @@ def step_was_applied(opt_state: PyTree) -> Array:
     flags = list(_flags(opt_state))
     if not flags:
         raise ValueError(
-            "monitor.step_was_applied takes an optimizer's state that holds a skip, and finds none "
-            f"in what it got: {describe_tree(opt_state)}. Put skip_nonfinite, skip_above or "
-            "scale_loss around the "
-            "optimizer, and pass opt_state, a TrainState or an nnx.Optimizer. (The state of "
-            "optax.apply_if_finite does not say whether it took a step.)"
+            "opt_state of monitor.step_was_applied must contain a skip, got "
+            f"{describe_tree(opt_state)}; wrap the optimizer in skip_nonfinite, skip_above or "
+            "scale_loss and pass its state, a TrainState or an nnx.Optimizer (the state of "
+            "optax.apply_if_finite does not show whether a step was applied)"
         )
     return functools.reduce(jnp.logical_and, flags)
 
 
 def _flags(tree: PyTree) -> Iterator[Array]:
-    """For each skip in a state, whether it took the last step that reached it."""
+    """Iterates over the skips in a state, with True if a skip applied its last step."""
     kinds = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
     for _, state in iter_states(tree, kinds):
         if isinstance(state, SkipState):
             yield memory.put_on_device(unbox(state.info.factor)) > 0
         elif isinstance(state, optax.ApplyIfFiniteState):
-            # A step that `apply_if_finite` rejects does not reach the skips inside of it.
-            was_asked = memory.put_on_device(unbox(state.last_finite))
-            yield from (flag & was_asked for flag in _flags(state.inner_state))
+            # A step that `apply_if_finite` rejects does not reach the skips inside it.
+            was_run = memory.put_on_device(unbox(state.last_finite))
+            yield from (flag & was_run for flag in _flags(state.inner_state))
         else:
-            # While `MultiSteps` collects microbatches, the skips inside of it hold their verdict on
-            # the batch before.
-            waits = memory.put_on_device(unbox(state.mini_step)) > 0
-            yield from (flag | waits for flag in _flags(state.inner_opt_state))
+            # While `MultiSteps` accumulates microbatches, the skips inside it keep their record of
+            # the previous batch.
+            is_accumulating = memory.put_on_device(unbox(state.mini_step)) > 0
+            yield from (flag | is_accumulating for flag in _flags(state.inner_opt_state))
             if isinstance(state.skip_state, Mapping) and "should_skip" in state.skip_state:
                 yield ~memory.put_on_device(unbox(state.skip_state["should_skip"]))
 
@@ -101,25 +102,28 @@ StepStatus: TypeAlias = Literal["ok", "skipped", "roll back"]
 
 
 def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
-    """The leaves that caused a skipped step, or that were not finite when they were clipped.
+    """Returns the leaves that caused a skip, or that were non-finite when they were clipped.
 
-    A skip keeps the leaves that caused the latest step that it skipped: the leaves that were not
-    finite; if all were finite, those whose own norm was above the threshold; if none was, the one
-    with the largest norm; and no leaf if the loss alone was the cause. It finds them in the same
-    read of the gradients as the norm. A clip of single leaves (the scopes `leaf`, `axes`, `unit`)
-    keeps which leaves were not finite at the last step, except those that `nonfinite="mask"` had
-    mended; a clip of labelled groups keeps the labels.
+    A skip records the leaves that caused the latest step that it skipped. These are the non-finite
+    leaves. If all leaves were finite, they are the leaves with norms above the threshold, or the
+    leaf with the largest norm if no norm was above it. If only the loss caused the skip, there are
+    no leaves. The skip finds them in the same pass over the gradients as the norm. Clipping by
+    leaves (the scopes `leaf`, `axes` and `unit`) records the leaves that were non-finite at the
+    last step, except leaves that `nonfinite="mask"` repaired. Clipping by labeled groups records
+    the labels.
 
     Args:
-      opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, also one restored
-        from a checkpoint. For states under `vmap`, a leaf is named if any state names it.
+      opt_state: Any pytree that contains the state, as in `optaxclip.monitor.read`. You can also
+        pass a state from a checkpoint. For states under `vmap`, the result contains the leaves of
+        all states.
 
     Returns:
-      The names, such as `encoder/0/kernel`, each once; empty if there were none.
+      The names without duplicates, such as `encoder/0/kernel`, or an empty tuple.
 
     Raises:
-      ValueError: if nothing in the state keeps leaves; a clip with one norm for all keeps none.
-      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
+      ValueError: If the state does not record leaves, for example if a clip has one norm for the
+        whole tree.
+      TypeError: Under `jit`, `vmap` or `grad`, where there are no numbers yet.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -143,12 +147,12 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
         else:
             nameless.append(key)
     if not found and nameless:
-        raise names_lost_error(f"{nameless} have lost the names of their leaves")
+        raise names_lost_error(f"the states of {nameless}")
     if not found:
         raise ValueError(
-            "no clip and no skip in the state keeps which leaves were bad: put skip_nonfinite or "
-            "skip_above around the optimizer, or clip_by_norm(math.inf), which leaves finite "
-            "gradients alone, first in the chain"
+            "opt_state must contain a skip or a clip of leaves, got neither; wrap the optimizer in "
+            "skip_nonfinite or skip_above, or start the chain with clip_by_norm(math.inf) to keep "
+            "finite gradients unchanged"
         )
     bad: dict[str, None] = {}
     arrays = fetch_to_host([array for _, array in found], "bad_leaves")
@@ -160,9 +164,9 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
 
 
 def step_status(opt_state: PyTree, roll_back_after: int = 10) -> StepStatus:
-    """Whether the last step was taken or skipped, and whether to go back to a checkpoint.
+    """Returns the status of the last step, and whether to return to a checkpoint.
 
-    It is for the loop on the host, because only that can load a checkpoint and skip the bad data::
+    Call it in the loop on the host, because only the host can load a checkpoint and skip bad data::
 
       for batch in batches:
           params, opt_state = train_step(params, opt_state, batch)
@@ -172,27 +176,28 @@ def step_status(opt_state: PyTree, roll_back_after: int = 10) -> StepStatus:
               case "roll back":
                   params, opt_state = restore_last_checkpoint()
 
-    Going back cannot help if a constant threshold is below the usual norms, or if the gradient is
-    NaN at every step, as that of `where(x > 0, sqrt(x), 0)` at 0 is; `docs/recovery.md` says what
-    does.
+    A checkpoint cannot help if a constant threshold is below the usual norms, or if the gradient is
+    NaN at all steps. For example, the gradient of `where(x > 0, sqrt(x), 0)` is NaN at 0. See
+    `docs/recovery.md` for remedies.
 
-    The host waits for the step that made the state, and then for one `jax.device_get` of three
-    numbers for each skip (four if it judges the loss). Nothing is computed on the device.
+    The host waits for the step that computes the state, and then for one `jax.device_get` of three
+    numbers per skip, or four if the skip checks the loss. Nothing is computed on the device.
 
     Args:
-      opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, also one restored
-        from a checkpoint. Of several skips, and of states under `vmap`, the worst counts.
-      roll_back_after: after how many skipped steps in a row to go back. If a skip
-        takes a step before that (`max_consecutive`), the skipped steps are counted from there.
+      opt_state: Any pytree that contains the state, as in `optaxclip.monitor.read`. You can also
+        pass a state from a checkpoint. The worst of several skips, or of states under `vmap`,
+        determines the status.
+      roll_back_after: The number of consecutive skipped steps after which to roll back. If a skip
+        applies a step earlier (`max_consecutive`), counting starts again.
 
     Returns:
-      "ok", "skipped" or "roll back". It is "roll back" after `roll_back_after` skipped steps in a
-      row, and as soon as a skip has taken a step that was not finite, as `skip_nonfinite` does
-      after `max_consecutive`.
+      "ok", "skipped" or "roll back". It is "roll back" after `roll_back_after` consecutive skipped
+      steps, and as soon as a skip has applied a non-finite step, as `skip_nonfinite` does after
+      `max_consecutive`.
 
     Raises:
-      ValueError: if there is no skip in the state, or `roll_back_after` is less than 1.
-      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet, or if
+      ValueError: If the state does not contain a skip, or if `roll_back_after` is less than 1.
+      TypeError: Under `jit`, `vmap` or `grad`, where there are no numbers yet, or if
         `roll_back_after` is not an int.
 
     Example:
@@ -211,26 +216,28 @@ def step_status(opt_state: PyTree, roll_back_after: int = 10) -> StepStatus:
     skips = find(opt_state, SkipState).values()
     if not skips:
         raise ValueError(
-            "there is no skip in the state, so no step can have been skipped: put skip_nonfinite "
-            "or skip_above around the optimizer"
+            "opt_state must contain a skip, got none; wrap the optimizer in skip_nonfinite or "
+            "skip_above"
         )
     numbers = []
     for state in skips:
         infos = [state.info, state.loss.info] if state.loss else [state.info]
-        judged = [unbox(info.norm) for info in infos]
-        numbers.append((unbox(state.consecutive), unbox(state.info.factor), judged))
+        checked = [unbox(info.norm) for info in infos]
+        numbers.append((unbox(state.consecutive), unbox(state.info.factor), checked))
     most, is_lost = 0, False
-    for consecutive, factor, judged in fetch_to_host(numbers, "verdict"):
+    # i32[*states], f32[*states], and one or two f32[*states]
+    for consecutive, factor, checked in fetch_to_host(numbers, "step_status"):
         most = max(most, int(np.max(consecutive, initial=0)))
-        is_bad = np.any([~np.isfinite(number) for number in judged], axis=0)
-        is_lost |= bool(np.any(is_bad & (factor > 0)))
+        is_nonfinite = np.any([~np.isfinite(number) for number in checked], axis=0)
+        is_lost |= bool(np.any(is_nonfinite & (factor > 0)))
+    # The weights have been updated by a non-finite step if `is_lost`.
     if is_lost or most >= roll_back_after:
         return "roll back"
     return "skipped" if most else "ok"
 
 
 def loss_scale(opt_state: PyTree) -> Array:
-    """The number to multiply the next loss by, if `scale_loss` is around the optimizer.
+    """Returns the factor for the next loss if `scale_loss` wraps the optimizer.
 
     Read it from the state that you pass to the update of the same step::
 
@@ -241,14 +248,14 @@ def loss_scale(opt_state: PyTree) -> Array:
       updates, opt_state = tx.update(grads, opt_state, params)
 
     Args:
-      opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`.
+      opt_state: Any pytree that contains the state, as in `optaxclip.monitor.read`.
 
     Returns:
-      float32[], a power of two; under `vmap` one for each state. Nothing is sent to the host.
+      float32[], a power of two, or one element per state under `vmap`. Nothing is sent to the host.
 
     Raises:
-      ValueError: if there is no state of `scale_loss`, or several; or if a wrapper around
-        `scale_loss` hides overflows from it, so that the scale could never fall.
+      ValueError: If the state does not contain exactly one state of `scale_loss`, or if a wrapper
+        around `scale_loss` hides overflows from it, because the scale could then never decrease.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -256,29 +263,22 @@ def loss_scale(opt_state: PyTree) -> Array:
       >>> print(loss_scale(tx.init(jnp.ones(3))))
       32768.0
     """
-    _check_wrappers(opt_state)
-    found = [state for _, state in iter_states(opt_state, (LossScaleState,))]
-    if len(found) != 1:
-        count = f"{len(found)} of them" if found else "none"
-        raise ValueError(
-            "monitor.loss_scale takes an optimizer's state that holds one state of scale_loss, and "
-            f"finds {count} in what it got: {describe_tree(opt_state)}. Put scale_loss around the "
-            "optimizer, and pass opt_state, a TrainState or an nnx.Optimizer"
-        )
-    (state,) = found
-    return round_to_pow2(memory.put_on_device(unbox(state.loss_scale)))
-
-
-def _check_wrappers(opt_state: PyTree) -> None:
-    """Refuses a wrapper around `scale_loss` that would not let it see a step that overflowed."""
-    keepers = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, (LossScaleState, *keepers)))
-    for node in (node for node in nodes if isinstance(node, keepers)):
+    kinds = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, (LossScaleState, *kinds)))
+    for node in (node for node in nodes if isinstance(node, kinds)):
         inside = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, LossScaleState))
         if any(isinstance(x, LossScaleState) for x in inside):
+            # The wrapper does not pass an overflowed gradient on, or adds it to a sum.
             raise ValueError(
-                f"monitor.loss_scale: scale_loss is inside of what made a {type(node).__name__}, "
-                "which does not hand on a gradient that overflowed, or keeps it in a sum, so that "
-                "the scale could never fall. Put scale_loss around it, as in scale_loss("
+                f"scale_loss must not be inside another wrapper, got {type(node).__name__}; put "
+                "scale_loss around it, as in scale_loss("
                 "optax.MultiSteps(optimizer, k).gradient_transformation())"
             )
+    found = [state for _, state in iter_states(opt_state, (LossScaleState,))]
+    if len(found) != 1:
+        raise ValueError(
+            "opt_state of monitor.loss_scale must contain one state of scale_loss, got "
+            f"{len(found)} in {describe_tree(opt_state)}; wrap the optimizer in scale_loss and "
+            "pass its state, a TrainState or an nnx.Optimizer"
+        )
+    return round_to_pow2(memory.put_on_device(unbox(found[0].loss_scale)))

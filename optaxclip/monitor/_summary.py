@@ -1,15 +1,14 @@
 """Computes numbers for logs from records, on the device or on the host."""
 
-import functools
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-import optaxclip._backend.meshes as meshes
 from optaxclip._backend.exponent_counts import WORD_BITS, num_counts
 from optaxclip._base.float_formats import bin_exponents
 from optaxclip._base.state import StaticNames
@@ -19,14 +18,12 @@ from optaxclip.monitor._find_states import (
     describe_tree,
     is_deleted,
     name_of,
-    names_lost_error,
     records,
     unbox,
 )
 from optaxclip.monitor._histogram import HistogramState
 from optaxclip.monitor._noise_scale import NoiseScaleState, scale_of
-from optaxclip.monitor._record import RecordState
-from optaxclip.monitor._statistics import STATISTICS
+from optaxclip.monitor._record import STATISTICS, RecordState
 from optaxclip.transforms.loss_scale import LossScaleState
 from optaxclip.transforms.skip import SkipState
 
@@ -39,7 +36,7 @@ Summary: TypeAlias = dict[str, Any]
 """An array `[labels]` or `[1]` by kind of number, and dicts of the worst elements in "top"."""
 
 # The numbers of a record without elements.
-_EMPTY_RECORD = {"norm": 0.0, "threshold": float("inf"), "factor": 1.0}
+EMPTY_RECORD = {"norm": 0.0, "threshold": float("inf"), "factor": 1.0}
 NUMBERS = (
     *("norm", "threshold", "factor", "clipped_norm", "clipped_fraction", "num_clipped"),
     *("num_nonfinite", "num_skipped", "loss", "loss_threshold", "loss_scale"),
@@ -56,45 +53,243 @@ COUNTS = ("steps", "num_clipped", "num_nonfinite", "num_skipped")
 OF_ALL = ("steps", "num_skipped")
 """The kinds of numbers that all elements share."""
 
-ROUNDING = 1e-6
-"""The maximum relative difference of positive scores that are treated as equal."""
+
+@dataclasses.dataclass(frozen=True)
+class _CountedRecord:
+    """The arrays of a state that a log needs. Under `vmap`, they have leading axes for states."""
+
+    def since(self, earlier: dict[str, Any]) -> Self:
+        """Subtracts earlier counts."""
+        later = {name: getattr(self, name) - start for name, start in earlier.items()}
+        return dataclasses.replace(self, **later)
 
 
-def summary_inputs(state: Recorded) -> dict[str, Any]:
-    """Returns the inputs of `summary`, still on the device."""
+@dataclasses.dataclass(frozen=True)
+class NormRecord(_CountedRecord):
+    """The last step of a clipping stage or a skip."""
+
+    # f32[*states] for a whole tree, and f32[*states, elements] for leaves, groups or labels.
+    norm: Any
+    threshold: Any
+    factor: Any
+    num_nonfinite: Any  # i32, with the same shape
+
+    def worst_elements(self, shape: tuple[int, int]) -> Summary:
+        """Reshapes to [rows, columns] and returns the largest ratio of norm to threshold by column.
+
+        The result also contains the other numbers of these elements.
+        """
+        xp = _namespace(self.norm)
+        columns = {field: getattr(self, field).reshape(shape) for field in EMPTY_RECORD}
+        norm = columns["norm"]  # f32[rows, columns]
+        if len(norm) == 0:
+            of_none = xp.ones(norm.shape[1:], norm.dtype)
+            found = {field: of_none * x for field, x in EMPTY_RECORD.items()}
+        else:
+            found = _take_argmax(_norm_to_threshold(norm, columns["threshold"]), columns)
+        factor = found["factor"]  # f32[columns]
+        # A factor of 0 must result in 0, but NaN * 0 is NaN.
+        return found | {"clipped_norm": xp.where(factor == 0, 0, found["norm"]) * factor}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ClipRecord(NormRecord):
+    """The last step of a clipping stage."""
+
+    num_clipped: Any  # i32, with the shape of `norm`
+    steps: Any  # i32[*states]
+
+    def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
+        """Computes the numbers of the worst elements, and the largest counts."""
+        xp, record = _namespace(self.norm), self.since(earlier)
+        shape = _column_shape(self.steps, with_labels)
+        found = record.worst_elements(shape)
+        steps = _column_max(record.steps.reshape(-1, 1))  # i32[1]
+        num_clipped = _column_max(record.num_clipped.reshape(shape))  # i32[labels] or i32[1]
+        fraction = (num_clipped / xp.maximum(steps, 1)).astype(xp.float32)
+        return found | {
+            "steps": steps,
+            "num_clipped": num_clipped,
+            # The steps are negative if `since` is the later state, for example after a rollback.
+            "clipped_fraction": xp.where(steps < 0, xp.nan, fraction),
+            "num_nonfinite": _column_max(record.num_nonfinite.reshape(shape)),
+        }
+
+    def rank_elements(self) -> tuple[Any, Summary]:
+        """Returns the scores and the numbers of all elements, [elements]."""
+        found = self.worst_elements(_column_shape(self.steps, with_labels=True))
+        return _norm_to_threshold(found["norm"], found["threshold"]), found
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SkipRecord(NormRecord):
+    """The last step of a skip, with the loss if the skip checks it."""
+
+    num_skipped: Any  # i32[*states]
+    loss: Any = None  # f32[*states]
+    loss_threshold: Any = None  # f32[*states]
+
+    def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
+        """Computes the numbers of the worst state, and the loss furthest above its threshold."""
+        del with_labels  # A skip has one norm for the whole tree.
+        record = self.since(earlier)
+        found = record.worst_elements((-1, 1))
+        found["num_nonfinite"] = _column_max(record.num_nonfinite.reshape(-1, 1))
+        found["num_skipped"] = _column_max(record.num_skipped.reshape(-1, 1))
+        if self.loss is None:
+            return found
+        xp = _namespace(self.loss)
+        loss, threshold = self.loss.reshape(-1, 1), self.loss_threshold.reshape(-1, 1)
+        is_finite = xp.isfinite(loss)  # bool[states, 1]
+        # A difference is used instead of a ratio, because a loss can be negative.
+        above = xp.where(is_finite, xp.where(is_finite, loss, 0) - threshold, xp.inf)
+        return found | _take_argmax(above, {"loss": loss, "loss_threshold": threshold})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScaleRecord(SkipRecord):
+    """The last step of `scale_loss`, which contains a skip."""
+
+    loss_scale: Any  # f32[*states]
+
+    def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
+        """Computes the numbers of the skip, and the smallest loss scale."""
+        xp, scales = _namespace(self.loss_scale), self.loss_scale.reshape(-1, 1)
+        smallest = xp.min(scales, axis=0, initial=xp.inf)  # f32[1]
+        return super().summarize(earlier, with_labels) | {"loss_scale": smallest}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoiseRecord:
+    """The averages of `noise_scale`."""
+
+    steps: Any  # i32[*states]
+    signal: Any  # f32[*states]
+    variance: Any  # f32[*states]
+
+    def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
+        """Averages over all states and computes the noise scale from these averages."""
+        del earlier, with_labels
+        xp = _namespace(self.steps)
+        sums = {"signal": self.signal, "variance": self.variance}
+        # The sums are averaged first, because a ratio of averages has less noise than an average
+        # of ratios.
+        means = {field: xp.mean(x.reshape(-1, 1), axis=0) for field, x in sums.items()}  # f32[1]
+        return {"scale": scale_of(xp.max(self.steps), **means), **means}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HistogramRecord(_CountedRecord):
+    """The last counts of `histogram`."""
+
+    steps: Any  # i32[*states]
+    sizes: Any  # u32[*states, groups, 2, counts]
+
+    def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
+        """Computes quantiles of the exponents, the fraction of zeros, and non-finite counts."""
+        xp = _namespace(self.steps)
+        # The counts are those of a single step, so they remain valid without steps after `since`.
+        was_run, steps = xp.any(self.steps > 0), self.since(earlier).steps
+        shape = (*_column_shape(self.steps, with_labels), *self.sizes.shape[-2:])
+        # u32[labels, 2, counts]. The two words of a count are summed separately.
+        words = xp.sum(self.sizes.reshape(shape), axis=0, dtype=self.sizes.dtype)
+        low, high = words[:, 0], words[:, 1]  # u32[labels, counts]
+        counts = low.astype(xp.float32) + high.astype(xp.float32) * xp.float32(2.0**WORD_BITS)
+        # The counts start with the zeros and end with the infinite elements and NaN.
+        up_to = xp.cumsum(counts[:, 1:-2], axis=1)  # f32[labels, bins]
+        num_nonzero, num_elements = up_to[:, -1:], xp.sum(counts, axis=1)
+        exponents = bin_exponents(is_float64=words.shape[-1] == num_counts(wide=True))
+
+        def quantile(fraction: float) -> Any:
+            is_reached = (up_to >= xp.float32(fraction) * num_nonzero).astype(xp.int32)
+            # f32[labels]. The argmax is the first bin in which the quantile is reached.
+            found = xp.asarray(exponents, xp.float32)[xp.argmax(is_reached, axis=1)]
+            return xp.where(num_nonzero[:, 0] > 0, found, xp.nan)
+
+        # The low words of several groups were summed and can use more than WORD_BITS bits.
+        high, low = high + (low >> WORD_BITS), low & (2**WORD_BITS - 1)
+        exact = xp.where(high < 2**15, (high << WORD_BITS) | low, 2**31 - 1).astype(xp.int32)
+        found = {
+            "zero_fraction": xp.where(was_run, counts[:, 0] / xp.maximum(num_elements, 1), xp.nan),
+            "num_infinite": exact[:, -2],
+            "num_nan": exact[:, -1],
+            "steps": _column_max(steps.reshape(-1, 1)),
+        }
+        if self.sizes.shape[-3]:  # A tree without leaves has no exponents.
+            found["low_exponent"] = quantile(0.05)
+            found["median_exponent"] = quantile(0.5)
+            found["high_exponent"] = quantile(0.95)
+        return found
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StatisticsRecord(_CountedRecord):
+    """The last step of `record`."""
+
+    steps: Any  # i32[*states]
+    last: dict[str, Any]  # f32[*states], or f32[*states, groups]
+
+    def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
+        """Computes the largest statistics."""
+        shape = _column_shape(self.steps, with_labels)
+        found = {name: _nan_aware_max(x.reshape(shape)) for name, x in self.last.items()}
+        return found | {"steps": _column_max(self.since(earlier).steps.reshape(-1, 1))}
+
+    def rank_elements(self) -> tuple[Any, Summary]:
+        """Returns the scores and the statistics of all groups, [groups]."""
+        shape = _column_shape(self.steps, with_labels=True)
+        columns = {name: x.reshape(shape) for name, x in self.last.items()}  # f32[states, groups]
+        # All statistics use the order of the norms, or of the first statistic without norms.
+        values = columns[next(x for x in ("norm", *NUMBERS) if x in columns)]
+        xp = _namespace(values)
+        # A group without leaves is -inf and sorts last. Non-finite values sort first.
+        score = xp.max(xp.where(xp.isnan(values), xp.inf, values), axis=0)
+        return score, {name: _nan_aware_max(x) for name, x in columns.items()}
+
+
+LogRecord: TypeAlias = ClipRecord | SkipRecord | NoiseRecord | HistogramRecord | StatisticsRecord
+
+
+def record_of(state: Recorded) -> LogRecord:
+    """Returns the arrays of a state that a log needs, still on the device."""
     if isinstance(state, NoiseScaleState):
-        sums = {field: getattr(state, field) for field in ("steps", "signal", "variance")}
-        return {key: unbox(x) for key, x in sums.items()}
+        return NoiseRecord(*map(unbox, (state.steps, state.signal, state.variance)))
     if isinstance(state, HistogramState):
-        return {"steps": unbox(state.steps), "sizes": unbox(state.counts)}
+        return HistogramRecord(unbox(state.steps), unbox(state.counts))
     if isinstance(state, RecordState):
         last = {name: unbox(x) for name, x in state.last.items()}
-        return {"steps": unbox(state.steps), "last": last}
+        return StatisticsRecord(unbox(state.steps), last)
     if isinstance(state, LossScaleState):
-        return summary_inputs(state.skip) | {"loss_scale": unbox(state.loss_scale)}
-    of_info = ("norm", "threshold", "factor", "num_nonfinite")
-    found = {field: getattr(state.info, field) for field in of_info}
+        of_skip = vars(norm_record_of(state.skip))
+        return LossScaleRecord(**of_skip, loss_scale=unbox(state.loss_scale))
+    return norm_record_of(state)
+
+
+def norm_record_of(state: ClipState | SkipState) -> ClipRecord | SkipRecord:
+    """Returns the record of a clipping stage or a skip."""
+    fields = ("norm", "threshold", "factor", "num_nonfinite")
+    of_info = {field: unbox(getattr(state.info, field)) for field in fields}
     if isinstance(state, ClipState):
-        found |= {"num_clipped": state.info.num_clipped, "steps": state.steps}
-    else:
-        found["num_skipped"] = state.num_skipped
-        if state.loss:
-            found |= {"loss": state.loss.info.norm, "loss_threshold": state.loss.info.threshold}
-    return {key: unbox(x) for key, x in found.items()}
+        num_clipped, steps = unbox(state.info.num_clipped), unbox(state.steps)
+        return ClipRecord(**of_info, num_clipped=num_clipped, steps=steps)
+    record = SkipRecord(**of_info, num_skipped=unbox(state.num_skipped))
+    if not state.loss:
+        return record
+    loss, threshold = unbox(state.loss.info.norm), unbox(state.loss.info.threshold)
+    return dataclasses.replace(record, loss=loss, loss_threshold=threshold)
 
 
-def labels_of(state: Recorded, per_group: bool) -> tuple[str, ...]:
-    """Returns the elements with separate numbers (labeled ones or all), or an empty tuple."""
-    names = names_of(state)
-    if names.is_user_label or not per_group:
-        return tuple(names) if names.is_user_label else ()
-    is_histogram = isinstance(state, HistogramState)
-    kept = {} if isinstance(state, NoiseScaleState) else summary_inputs(state)
-    if not is_histogram and not has_entries(kept):
-        return ()
-    if not names and any(x.size for x in jax.tree.leaves((kept.get("norm"), kept.get("last")))):
-        raise names_lost_error(f"{name_of(state)} has lost the names of its leaves")
-    return tuple(names)
+def has_elements(record: LogRecord) -> TypeGuard[ClipRecord | StatisticsRecord]:
+    """Returns `True` if a record has numbers for several leaves or groups."""
+    if isinstance(record, StatisticsRecord):
+        return next(iter(record.last.values())).ndim > record.steps.ndim
+    return isinstance(record, ClipRecord) and record.norm.ndim > record.steps.ndim
 
 
 def names_of(state: Recorded) -> StaticNames:
@@ -105,10 +300,25 @@ def names_of(state: Recorded) -> StaticNames:
     return state.names if has_names else state.info.names
 
 
-def has_entries(record: dict[str, Any]) -> bool:
-    """Returns `True` if a clip or a history has numbers for several leaves or groups."""
-    values = next(iter(record["last"].values())) if "last" in record else record.get("norm")
-    return "steps" in record and values is not None and values.ndim > record["steps"].ndim
+def summarize(record: LogRecord, earlier: dict[str, Any], with_labels: bool, top: int) -> Summary:
+    """Computes the numbers of a record, or of the labels in it, and of its `top` worst elements."""
+    found = record.summarize(earlier, with_labels)  # [labels], or [1] without labels.
+    return found | ({"top": top_k(record, top)} if top and has_elements(record) else {})
+
+
+def top_k(record: ClipRecord | StatisticsRecord, top: int) -> list[dict[str, Any]]:
+    """Returns the numbers and the indices of the worst or largest elements."""
+    score, found = record.rank_elements()
+    xp = _namespace(score)
+    is_taken, few = xp.zeros(score.shape, bool), []  # bool[elements]
+    # A sort would order elements by rounding errors, and so differently on the device and the host.
+    for _ in range(min(top, score.size)):
+        left = xp.where(is_taken, -xp.inf, score)
+        where = xp.argmax(_is_largest(left) & ~is_taken)
+        is_taken |= xp.arange(score.size) == where
+        of_element = {field: take_along_columns(where, x) for field, x in found.items()}
+        few.append({"index": where.astype(xp.int32), **of_element})
+    return few
 
 
 def _namespace(x: Any) -> Any:
@@ -116,107 +326,15 @@ def _namespace(x: Any) -> Any:
     return jnp if isinstance(x, jax.Array) else np
 
 
-@functools.partial(jax.jit, static_argnames=("with_labels", "top"), inline=True)
-def summary_on_device(
-    kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, top: int
-) -> Summary:
-    """Computes `summary` with `jax.numpy` for arrays that can be traced, or sharded by seeds."""
-    kept, earlier = jax.tree.map(meshes.replicate, (kept, earlier))
-    return summary(kept, earlier, with_labels, top)
-
-
-def summary(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, top: int) -> Summary:
-    """Computes the numbers of a record and of its `top` worst elements.
-
-    The counts of an earlier state are subtracted. With labels, elements along the last axis have
-    separate numbers.
-    """
-    found = _summarize(kept, earlier, with_labels)
-    return found | ({"top": _top_k(kept, top)} if top and has_entries(kept) else {})
-
-
-def _summarize(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool) -> Summary:
-    """Computes the numbers of a whole record, with leading axes of `vmap` as more elements."""
-    if "signal" in kept:
-        return _summarize_noise(kept)
-    was_run = kept["steps"] > 0 if "sizes" in kept else None
-    kept = kept | {count: kept[count] - start for count, start in earlier.items()}
-    steps = kept["steps"] if "steps" in kept else kept["num_skipped"]
-    states = max(steps.size, 1)
-    xp = _namespace(steps)
-    if "sizes" in kept:
-        shape = (states, -1) if with_labels else (-1, 1)
-        words = kept["sizes"].reshape(*shape, *kept["sizes"].shape[-2:])
-        found = _summarize_histogram(xp.sum(words, axis=0, dtype=words.dtype), xp.any(was_run))
-        if not kept["sizes"].shape[-3]:  # A tree without leaves has no sizes.
-            found = {name: x for name, x in found.items() if not name.endswith("exponent")}
-        return found | {"steps": _column_max(steps.reshape(-1, 1))}
-    if "last" in kept:
-        shape = (states, -1) if with_labels else (-1, 1)
-        found = {name: _nan_aware_max(x.reshape(shape)) for name, x in kept["last"].items()}
-        return found | {"steps": _column_max(steps.reshape(-1, 1))}
-
-    def rows(x: Any) -> Any:
-        """Reshapes to `[elements, labels]` or `[elements, 1]`."""
-        return x.reshape(states, x.size // states) if with_labels else x.reshape(-1, 1)
-
-    found = _take_worst({field: rows(kept[field]) for field in _EMPTY_RECORD})
-    if "steps" in kept:
-        found["steps"] = _column_max(steps.reshape(-1, 1))
-        found["num_clipped"] = _column_max(rows(kept["num_clipped"]))
-        share = (found["num_clipped"] / xp.maximum(found["steps"], 1)).astype(xp.float32)
-        found["clipped_fraction"] = xp.where(found["steps"] < 0, xp.nan, share)
-    found["num_nonfinite"] = _column_max(rows(kept["num_nonfinite"]))
-    if "num_skipped" in kept:
-        found["num_skipped"] = _column_max(kept["num_skipped"].reshape(-1, 1))
-    if "loss" in kept:
-        loss, threshold = (kept[field].reshape(-1, 1) for field in ("loss", "loss_threshold"))
-        found |= _take_largest_loss(loss, threshold)
-    if "loss_scale" in kept:
-        scales = kept["loss_scale"].reshape(-1, 1)
-        found["loss_scale"] = xp.min(scales, axis=0, initial=xp.inf)
-    return found
+def _column_shape(steps: Any, with_labels: bool) -> tuple[int, int]:
+    """Returns the shape [states, labels], or [elements, 1] without labels."""
+    return (max(steps.size, 1), -1) if with_labels else (-1, 1)
 
 
 def _column_max(counts: Any) -> Any:
     """Returns the largest counts of columns (0 if empty, negative if `since` is later)."""
     xp = _namespace(counts)
     return xp.max(counts, axis=0) if counts.size else xp.zeros(counts.shape[1:], counts.dtype)
-
-
-def _summarize_histogram(words: Any, was_run: Any) -> Summary:
-    """Computes the numbers of a histogram from its counts by size `[labels, 2, counts]`."""
-    xp = _namespace(words)
-    low, high = words[:, 0], words[:, 1]  # [labels, counts]
-    counts = low.astype(xp.float32) + high.astype(xp.float32) * xp.float32(2.0**WORD_BITS)
-    nonzero = counts[:, 1:-2]
-    up_to = xp.cumsum(nonzero, axis=1)
-    known, every = up_to[:, -1:], xp.sum(counts, axis=1)
-    exponents = bin_exponents(is_float64=words.shape[-1] == num_counts(wide=True))
-
-    def quantile(share: float) -> Any:
-        is_reached = (up_to >= xp.float32(share) * known).astype(xp.int32)
-        found = xp.asarray(exponents, xp.float32)[xp.argmax(is_reached, axis=1)]
-        return xp.where(known[:, 0] > 0, found, xp.nan)
-
-    # The low words of several groups were summed and can need more than WORD_BITS bits.
-    high, low = high + (low >> WORD_BITS), low & (2**WORD_BITS - 1)
-    exact = xp.where(high < 2**15, (high << WORD_BITS) | low, 2**31 - 1).astype(xp.int32)
-    return {
-        "low_exponent": quantile(0.05),
-        "median_exponent": quantile(0.5),
-        "high_exponent": quantile(0.95),
-        "zero_fraction": xp.where(was_run, counts[:, 0] / xp.maximum(every, 1), xp.nan),
-        "num_infinite": exact[:, -2],
-        "num_nan": exact[:, -1],
-    }
-
-
-def _summarize_noise(kept: dict[str, Any]) -> Summary:
-    """Averages over all states and computes the noise scale from these averages."""
-    xp = _namespace(kept["steps"])
-    means = {x: xp.mean(kept[x].reshape(-1, 1), axis=0) for x in ("signal", "variance")}
-    return {"scale": scale_of(xp.max(kept["steps"]), **means), **means}
 
 
 def _nan_aware_max(rows: Any) -> Any:
@@ -231,67 +349,13 @@ def _nan_aware_max(rows: Any) -> Any:
     return xp.where(is_unknown, xp.nan, largest).astype(rows.dtype)
 
 
-def _take_worst(columns: dict[str, Any]) -> Summary:
-    """Returns the numbers of the elements with the largest ratio of norm to threshold by column."""
-    xp = _namespace(columns["norm"])
-    norm = columns["norm"]
-    if len(norm) == 0:
-        of_none = xp.ones(norm.shape[1:], norm.dtype)
-        found = {field: of_none * x for field, x in _EMPTY_RECORD.items()}
-    else:
-        found = _take_argmax(_norm_to_threshold(norm, columns["threshold"]), columns)
-    factor = found["factor"]
-    # A factor of 0 must result in 0, but NaN * 0 is NaN.
-    return found | {"clipped_norm": xp.where(factor == 0, 0, found["norm"]) * factor}
-
-
 def _norm_to_threshold(norm: Any, threshold: Any) -> Any:
-    """Computes sqrt(norm / threshold), which never overflows in float32, unlike the ratio."""
+    """Computes sqrt(norm / threshold), or inf for a non-finite norm or a threshold of 0."""
+    # The square root never overflows in float32, unlike the ratio. It has the same order.
     xp = _namespace(norm)
     is_usable = (threshold > 0) & xp.isfinite(norm)
     norm, threshold = xp.where(is_usable, norm, 0), xp.where(is_usable, threshold, 1)
     return xp.where(is_usable, xp.sqrt(norm) / xp.sqrt(threshold), xp.inf)
-
-
-def _top_k(kept: dict[str, Any], top: int) -> list[dict[str, Any]]:
-    """Returns the numbers and the indices of the worst or largest elements."""
-    xp = _namespace(kept["steps"])
-    states = max(kept["steps"].size, 1)
-    if "last" in kept:
-        columns = {name: x.reshape(states, -1) for name, x in kept["last"].items()}
-        # All statistics use the order of the norms, or of the first statistic without norms.
-        first = next(x for x in ("norm", *NUMBERS) if x in columns)
-        # A group without leaves is -inf and sorts last. Non-finite values sort first.
-        values = columns[first]
-        score = xp.max(xp.where(xp.isnan(values), xp.inf, values), axis=0)
-        found = {name: _nan_aware_max(x) for name, x in columns.items()}
-    else:
-        found = _take_worst({x: kept[x].reshape(states, -1) for x in _EMPTY_RECORD})
-        score = _norm_to_threshold(found["norm"], found["threshold"])
-    is_taken, few = xp.zeros(score.shape, bool), []
-    for _ in range(min(top, score.size)):
-        left = xp.where(is_taken, -xp.inf, score)
-        where = xp.argmax(_is_largest(left) & ~is_taken)
-        is_taken |= xp.arange(score.size) == where
-        of_entry = {field: take_along_columns(where, x) for field, x in found.items()}
-        few.append({"index": where.astype(xp.int32), **of_entry})
-    return few
-
-
-def worst_group(kept: dict[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of a clip's worst leaf or group, and its index (-1 if there is none)."""
-    few = _top_k(kept, 1)
-    return (
-        few[0] if few else {x: jnp.asarray(y) for x, y in (_EMPTY_RECORD | {"index": -1}).items()}
-    )
-
-
-def _take_largest_loss(loss: Any, threshold: Any) -> Summary:
-    """Returns the loss that is furthest above its threshold, and this threshold."""
-    xp = _namespace(loss)
-    is_finite = xp.isfinite(loss)
-    above = xp.where(is_finite, xp.where(is_finite, loss, 0) - threshold, xp.inf)
-    return _take_argmax(above, {"loss": loss, "loss_threshold": threshold})
 
 
 def _take_argmax(score: Any, columns: dict[str, Any]) -> Summary:
@@ -304,25 +368,22 @@ def _take_argmax(score: Any, columns: dict[str, Any]) -> Summary:
 
 
 def take_along_columns(where: Any, x: Any) -> Any:
-    """Returns `x[where]` with a separate index per column.
-
-    Uses a sum, because JAX cannot index under `vmap` over an axis of an explicit mesh (as of JAX
-    0.10.2).
-    """
+    """Returns `x[where]` with a separate index per column."""
+    # Use a sum, because JAX cannot index under `vmap` over an axis of an explicit mesh (as of JAX
+    # 0.10.2).
     xp = _namespace(x)
-    entries = xp.arange(len(x)).reshape(-1, *(1,) * where.ndim)
-    is_there = entries == where.reshape(1, *where.shape)
+    rows = xp.arange(len(x)).reshape(-1, *(1,) * where.ndim)  # i32[rows, 1] or i32[rows]
+    is_there = rows == where.reshape(1, *where.shape)  # bool[rows, columns]
     return xp.sum(xp.where(is_there, x, 0), axis=0, dtype=x.dtype)
 
 
 def _is_largest(score: Any) -> Any:
-    """Marks the largest scores of columns, up to rounding.
-
-    The device and the host round differently, but must choose the same one of equal elements.
-    """
+    """Marks the largest scores of columns, up to rounding."""
+    # The device and the host round differently, but must choose the same one of equal elements. For
+    # negative scores, the minimum is the largest score itself.
     xp = _namespace(score)
     largest = xp.max(score, axis=0, keepdims=True)
-    return score >= xp.minimum(largest, largest * (1 - ROUNDING))
+    return score >= xp.minimum(largest, largest * (1 - 1e-6))
 
 
 Counts: TypeAlias = dict[str, dict[str, Any]]
@@ -332,9 +393,9 @@ Counts: TypeAlias = dict[str, dict[str, Any]]
 def counts(opt_state: PyTree) -> Counts:
     """Returns the counts of all records in a state, for `since=` of a later log.
 
-    The state itself may no longer exist by then, because a step to which it is donated deletes its
-    arrays and an `nnx.Optimizer` changes in place. Keeping it would also use memory for Adam's
-    moments. The counts are a few integers in plain data, which a checkpoint can contain.
+    You should keep the counts instead of the state, because a step deletes the arrays of a donated
+    state and an `nnx.Optimizer` changes in place. Keeping the state would also use memory for
+    Adam's moments. The counts are a few integers, and you can save them in a checkpoint.
 
     Args:
       opt_state: Any pytree that contains the state, as in `read`.
@@ -342,8 +403,8 @@ def counts(opt_state: PyTree) -> Counts:
     Returns:
       A dict from the names of clips, skips and `record` in `metrics` to their counts: `steps`,
       `num_clipped`, `num_nonfinite` and `num_skipped`, if the record has them. They are int32
-      arrays, with one element per leaf or label if the record has several. Outside `jit` they are
-      NumPy arrays, after one `jax.device_get`.
+      arrays, with one element per leaf or label if there are several. Outside `jit`, they are NumPy
+      arrays, after one `jax.device_get`.
 
     Raises:
       ValueError: If `metrics` raises it for this state.
@@ -366,44 +427,44 @@ def counts(opt_state: PyTree) -> Counts:
       num_clipped 1.0
       clipped_fraction 0.25
     """
-    found = _counts_of(loggable_records(opt_state, "counts"))
+    states = loggable_records(opt_state, "counts")
+    found = _counts_of({name: record_of(state) for name, state in states.items()})
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(found)):
         return found
-    # Copied, because `device_get` returns views of the device's memory on a CPU. A later step
+    # Use copies, because `device_get` returns views of the device's memory on a CPU. A later step
     # could change these views, or could not reuse the memory.
     return jax.tree.map(np.array, jax.device_get(found))
 
 
 def loggable_records(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
-    """Returns all records that have numbers for a log, by their names in `metrics`."""
+    """Returns all states that have numbers for a log, by their names in `metrics`."""
     more = (LossScaleState, NoiseScaleState, RecordState, HistogramState)
     found = [state for _, state in records(opt_state, caller, *more)]
     return dict(zip(deduplicate([name_of(state) for state in found]), found, strict=True))
 
 
-def subtract_counts(
-    found: Mapping[str, Recorded], since: PyTree | None
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns the inputs of `summary` and the counts to subtract, for all records."""
-    kept = [summary_inputs(state) for state in found.values()]
+def counts_until(found: Mapping[str, LogRecord], since: PyTree | None) -> Counts:
+    """Returns the counts to subtract from records, by their names."""
     if since is None:
-        return [(numbers, {}) for numbers in kept]
+        return {}
     earlier = _parse_since(since)
-    shapes, before = (_shapes(each) for each in (_counts_of(found), earlier))
+    shapes, before = (
+        {name: {key: np.shape(x) for key, x in row.items()} for name, row in each.items()}
+        for each in (_counts_of(found), earlier)
+    )
     if shapes != before:
         raise ValueError(
-            f"since must be an earlier state of the same optimizer, or monitor.counts of it: it "
-            f"holds the counts {before}, and the state holds {shapes}"
+            f"since must be an earlier state of the same optimizer or its monitor.counts, with the "
+            f"counts {shapes}, got {before}"
         )
-    return [(numbers, earlier.get(name, {})) for name, numbers in zip(found, kept, strict=True)]
+    return earlier
 
 
-def _counts_of(found: Mapping[str, Recorded]) -> Counts:
-    every = {name: summary_inputs(state) for name, state in found.items()}
+def _counts_of(found: Mapping[str, LogRecord]) -> Counts:
     return {
-        name: {count: numbers[count] for count in COUNTS if count in numbers}
-        for name, numbers in every.items()
-        if not isinstance(found[name], NoiseScaleState)
+        name: {count: getattr(record, count) for count in COUNTS if hasattr(record, count)}
+        for name, record in found.items()
+        if not isinstance(record, NoiseRecord)
     }
 
 
@@ -420,13 +481,10 @@ def _parse_since(since: PyTree) -> Counts:
     if are_counts and since:
         return {name: dict(each) for name, each in since.items()}
     try:
-        return _counts_of(loggable_records(since, "counts"))
+        found = loggable_records(since, "counts")
     except ValueError:
         raise ValueError(
-            "since must be an earlier state of the optimizer, or monitor.counts of it, got "
+            "since must be an earlier state of the optimizer or its monitor.counts, got "
             f"{describe_tree(since)}"
         ) from None
-
-
-def _shapes(found: Counts) -> dict[str, dict[str, tuple[int, ...]]]:
-    return {name: {key: np.shape(x) for key, x in each.items()} for name, each in found.items()}
+    return _counts_of({name: record_of(state) for name, state in found.items()})

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optaxclip import monitor, scopes
-from optaxclip.monitor._statistics import STATISTICS
+from optaxclip.monitor._record import STATISTICS
 
 STATS = tuple(STATISTICS)
 SPECS = {"b": P(), "m": P(None, "x"), "w": P("x")}

@@ -12,7 +12,7 @@ from parts_table import RULES
 
 import optaxclip
 from optaxclip import clip_by, monitor, norms, scopes, thresholds
-from optaxclip.monitor._statistics import STATISTICS
+from optaxclip.monitor._record import STATISTICS
 
 MEMBERS, STEPS = 12, 6
 SHAPES = {"w": (3, 5), "b": (), "h": (2,)}

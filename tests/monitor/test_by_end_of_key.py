@@ -30,9 +30,8 @@ def test_read_accepts_end_of_key(read):
     assert list(jax.tree.map(lambda x: x, records)) == list(monitor.read(STATE))
 
 
-@pytest.mark.parametrize(
-    ("key", "why"), [("clip_by_norm", "several keys end"), ("zclip", "no key is it"), ("orm", "no")]
-)
-def test_read_rejects_ambiguous_or_unknown_keys(key, why):
-    with pytest.raises(KeyError, match=rf"{why}.*0/clip_by_global_norm.*1/skip_above/loss"):
+@pytest.mark.parametrize(("key", "matches"), [("clip_by_norm", 2), ("zclip", 0), ("orm", 0)])
+def test_read_rejects_ambiguous_or_unknown_keys(key, matches):
+    said = rf"0/clip_by_global_norm.*1/skip_above/loss.* got '{key}' with {matches} matches"
+    with pytest.raises(KeyError, match=said):
         monitor.read(STATE)[key]

@@ -78,7 +78,9 @@ def test_json_line_rejects_invalid_values():
         ValueError, match=r"of monitor\.json_line must contain the record of .*, got"
     ):
         monitor.json_line(optax.sgd(0.1).init(jnp.zeros(2)))
-    with pytest.raises(TypeError, match=r"monitor\.json_line needs numbers, and under jit"):
+    with pytest.raises(
+        TypeError, match=r"monitor\.json_line must contain values, got tracers of jit"
+    ):
         jax.jit(lambda state: monitor.json_line(state) and 0)(state)
 
 

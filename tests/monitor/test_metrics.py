@@ -339,8 +339,9 @@ def test_entries_have_keys_for_each_layer():
     inside = jax.jit(lambda state: monitor.metrics(state, per_group=True))(state)
     assert inside.keys() == numbers.keys()
     np.testing.assert_allclose([*map(float, map(inside.get, numbers))], [*numbers.values()])
-    with pytest.raises(TypeError, match="per_group must be"):
-        monitor.scalars(state, per_group=1)
+    for checked_first in (state, ()):
+        with pytest.raises(TypeError, match="per_group must be"):
+            monitor.scalars(checked_first, per_group=1)
 
 
 def test_learning_rates_are_in_the_log():

@@ -134,19 +134,19 @@ def test_loss_scale_requires_single_outer_state():
     state = tx.init(GRADS)
     assert monitor.loss_scale({"a": [state, tree_clip().init(GRADS)]}) == 2.0**15
     for wrong in (skip_nonfinite(optax.chain(tx)), optax.MultiSteps(tx, 2)):
-        with pytest.raises(ValueError, match=r"which does not hand on a gradient that overflowed"):
+        with pytest.raises(ValueError, match=r"scale_loss must not be inside another wrapper, got"):
             monitor.loss_scale(wrong.init(GRADS))
     for states, found in (
-        (tree_clip().init(GRADS), "none"),
-        ((state,) * 2, "2 of"),
+        (tree_clip().init(GRADS), "0 in"),
+        ((state,) * 2, "2 in"),
     ):
-        with pytest.raises(ValueError, match=f"one state of scale_loss, and finds {found}"):
+        with pytest.raises(ValueError, match=f"one state of scale_loss, got {found}"):
             monitor.loss_scale(states)
 
 
 def test_history_names_raises_if_names_got_lost():
     lost = serialization.to_state_dict(monitor.record(scope=scopes.leaf()).init(GRADS))
-    with pytest.raises(ValueError, match="the record has lost the names of its groups"):
+    with pytest.raises(ValueError, match="the record must contain names, got a state without them"):
         monitor.history_names(lost)
 
 
@@ -204,7 +204,7 @@ def test_read_returns_same_names_under_jit():
 @pytest.mark.parametrize("function", [monitor.scalars, monitor.history])
 def test_scalars_and_history_under_jit_raise(function):
     state = after(optax.chain(tree_clip(), monitor.record(3)), GRADS)
-    with pytest.raises(TypeError, match=r"under jit.*call it on the state that"):
+    with pytest.raises(TypeError, match=r"got tracers of jit.*pass the state that"):
         jax.jit(function)(state)
 
 

@@ -154,7 +154,11 @@ def test_noise_scale_keeps_state_structure():
         (lambda: monitor.noise_scale(1.5), ValueError, "decay must be .* below 1, got 1.5"),
         (lambda: monitor.noise_scale(np.nan), ValueError, "decay must be .* below 1, got nan"),
         (lambda: monitor.noise_scale("0.9"), TypeError, "decay must be a number"),
-        (lambda: run(monitor.noise_scale(), None), ValueError, "noise= was not given"),
+        (
+            lambda: run(monitor.noise_scale(), None),
+            ValueError,
+            "noise must be passed to the update, got None; use",
+        ),
         (lambda: run(monitor.noise_scale(), 3.0), TypeError, "noise must be the NoiseSums"),
     ],
 )

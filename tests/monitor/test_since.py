@@ -180,7 +180,8 @@ def test_clipped_norm_reports_norm_after_clipping():
     clip, inf = optaxclip.clip_by_global_norm, jnp.array([jnp.inf])
     assert numbers(clip(9.0), GRADS) == pytest.approx([np.sqrt(29.0)])
     assert numbers(clip(2.0), GRADS) == pytest.approx([2.0])
-    assert numbers(clip(0.0), GRADS) == [0.0]
+    with pytest.warns(UserWarning, match="max_norm is 0"):
+        assert numbers(clip(0.0), GRADS) == [0.0]
     assert numbers(clip(2.0, nonfinite="zero"), GRADS | {"b": inf}) == [0.0]
     assert np.isnan(numbers(clip(2.0), GRADS | {"b": inf})).all()
     assert numbers(optaxclip.normalize_by_global_norm(8.0), GRADS) == pytest.approx([8.0])

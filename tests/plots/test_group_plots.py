@@ -59,7 +59,7 @@ def test_a_heatmap_has_the_ends_of_its_statistic():
 
 
 def test_all_that_a_record_keeps_can_be_shown():
-    from optaxclip.monitor._statistics import STATISTICS
+    from optaxclip.monitor._record import STATISTICS
 
     assert list(leaves.HEATMAP_STYLES) == list(STATISTICS)
     tx = monitor.record(3, scope=scopes.leaf(), stats=tuple(STATISTICS))
