@@ -24,10 +24,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._backend.memory as memory
 import optaxclip._backend.meshes as meshes
 from optaxclip._backend.elementwise import as_arrays
-from optaxclip._backend.global_view import Transformation, global_view, stateless, transformation
+from optaxclip._backend.global_view import (
+    Transformation,
+    global_view,
+    move_to_device_memory,
+    put_on_device,
+    stateless,
+    transformation,
+)
 from optaxclip._backend.leaf_shardings import LeafShardings, apply_scope
 from optaxclip._base.numerics import norm_dtype
 from optaxclip._base.state import check_state, copy_arrays, safe_increment
@@ -275,7 +281,7 @@ def clip_tree(
       [0.6 0.8] 5.0
     """
     # JAX does not compute with arrays in different memories.
-    (tree, params), back = memory.move_to_device_memory(tree, params)
+    (tree, params), back = move_to_device_memory(tree, params)
     flat = flatten(tree, "tree")
     options = Options.create(
         norm=norm,
@@ -313,7 +319,7 @@ def group_norms(
     specs: PyTree = None,
 ) -> NormTree:
     """Returns the norms of all groups of a tree in float32 or wider, without clipping."""
-    flat = flatten(memory.put_on_device(tree), "tree")
+    flat = flatten(put_on_device(tree), "tree")
     options = Options.create(norm=norm, axis_name=axis_name, specs=specs, name="group_norms")
     return scope_norms(scope, flat, options)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-import optaxclip._backend.memory as memory
+from optaxclip._backend.global_view import put_on_device
 from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip._base.validation import check_bool, check_int, short_repr
 from optaxclip.monitor._find_states import (
@@ -210,7 +210,7 @@ def metrics(
     found = loggable_records(opt_state, "metrics")
     labels = _labels(found, per_group)
     numbers = _check_records(subtract_counts(found, since), top), learning_rates(opt_state)
-    arrays, rates = memory.put_on_device(numbers)
+    arrays, rates = put_on_device(numbers)
     rows = zip(arrays, labels, strict=True)
     # [labels], or [1] without labels
     summaries = [

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import Array
 
-import optaxclip._backend.memory as memory
+from optaxclip._backend.global_view import put_on_device
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._base.validation import check_int
 from optaxclip.monitor._find_states import (
@@ -83,18 +83,18 @@ def _flags(tree: PyTree) -> Iterator[Array]:
     kinds = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
     for _, state in iter_states(tree, kinds):
         if isinstance(state, SkipState):
-            yield memory.put_on_device(unbox(state.info.factor)) > 0
+            yield put_on_device(unbox(state.info.factor)) > 0
         elif isinstance(state, optax.ApplyIfFiniteState):
             # A step that `apply_if_finite` rejects does not reach the skips inside of it.
-            was_asked = memory.put_on_device(unbox(state.last_finite))
+            was_asked = put_on_device(unbox(state.last_finite))
             yield from (flag & was_asked for flag in _flags(state.inner_state))
         else:
             # While `MultiSteps` collects microbatches, the skips inside of it hold their verdict on
             # the batch before.
-            waits = memory.put_on_device(unbox(state.mini_step)) > 0
+            waits = put_on_device(unbox(state.mini_step)) > 0
             yield from (flag | waits for flag in _flags(state.inner_opt_state))
             if isinstance(state.skip_state, Mapping) and "should_skip" in state.skip_state:
-                yield ~memory.put_on_device(unbox(state.skip_state["should_skip"]))
+                yield ~put_on_device(unbox(state.skip_state["should_skip"]))
 
 
 StepStatus: TypeAlias = Literal["ok", "skipped", "roll back"]
@@ -266,7 +266,7 @@ def loss_scale(opt_state: PyTree) -> Array:
             "optimizer, and pass opt_state, a TrainState or an nnx.Optimizer"
         )
     (state,) = found
-    return round_to_pow2(memory.put_on_device(unbox(state.loss_scale)))
+    return round_to_pow2(put_on_device(unbox(state.loss_scale)))
 
 
 def _check_wrappers(opt_state: PyTree) -> None:
