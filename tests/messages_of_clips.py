@@ -260,7 +260,7 @@ VALUE_ERRORS = {
     r"alpha must be from 0 to 1, got 2\.5; use z_thresh= for a": lambda: thresholds.zscore(2.5),
     r"decay must be from 0 to 1, got 1\.1; use ratio= for a multiple": lambda: thresholds.ema(1.1),
     r"decay must be from 0 to 1, got 3\.0; use num_std= for a": lambda: thresholds.log_tracker(3.0),
-    "axis_name must be a mapped axis, got 'x'; call the function inside pmap": lambda: (
+    "axis_name must be a mapped axis, got 'x'; use pmap": lambda: (
         ops.global_norm(ONE, axis_name="x")
     ),
     "max_consecutive .* at least 1, got 0": lambda: skip_nonfinite(SGD, 0),

@@ -31,6 +31,7 @@ class Init(Protocol[State]):
 
     def __call__(self, params: PyTree) -> State:
         """Creates the state before the first step."""
+        ...
 
 
 class Update(Protocol[State]):
@@ -40,6 +41,7 @@ class Update(Protocol[State]):
         self, updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
         """Updates the updates and the state in a step."""
+        ...
 
 
 class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):

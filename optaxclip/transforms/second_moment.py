@@ -181,7 +181,7 @@ class _ClipElementsAbove(ClipMethod):
         if not is_sparse(leaf) or leaf.unique_indices:
             return super().apply(leaf, columns, axes, options)
         power, ratio, threshold = columns  # [groups of the leaf]
-        is_at_most = jnp.abs(coalesce_values(leaf, threshold.dtype)) <= threshold
+        is_at_most = jnp.abs(coalesce_values(leaf, threshold.dtype)[0]) <= threshold
         # [3, stored], with a threshold of infinity for unchanged values
         by: Any = [jnp.broadcast_to(x, is_at_most.shape) for x in (power, ratio)]
         by.append(jnp.where(is_at_most, jnp.inf, -1).astype(threshold.dtype))
