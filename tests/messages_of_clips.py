@@ -344,10 +344,10 @@ VALUE_ERRORS = {
     "clip_by: params must be .* relative to the parameters, got None; call ": lambda: clip_by(
         LEAF, {"b": RELATIVE}
     ).update(ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)),
-    "the update must get the extra argument 'grad_norm', .* got None; pass": told,
+    "grad_norm must be passed to the update with known_norm='grad_norm', got None; use": told,
     "got None; pass it": lambda: told(grad_norm=None),
     "^grad_norm must be a scalar": lambda: told(grad_norm=jnp.ones(2)),
-    "the update must get the extra argument 'grad_norm'": lambda: told(skip_above),
+    "grad_norm must be passed to the update": lambda: told(skip_above),
     "got None; pass it by update": lambda: told(skip_above, grad_norm=None),
     "^grad_norm must be a scalar, ": lambda: told(skip_above, grad_norm=jnp.ones(2)),
     r"b1 must be at least 0 and below 1, got 1.0": lambda: stable(b1=1.0),

@@ -1,4 +1,4 @@
-"""Checks arguments of public functions, and explains wrong calls."""
+"""Checks arguments of public functions and explains wrong calls."""
 
 import difflib
 import functools
@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -19,6 +20,9 @@ from jax.core import Tracer
 from optaxclip._base.numerics import is_real
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+REPO_ROOT = Path(__file__).parents[2]
+"""The folder that contains the package: a checkout, or the folder with installed packages."""
 
 
 def validate_call(
@@ -164,6 +168,15 @@ def warn(message: str) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in libraries:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs the packages of an extra."""
+    project, name = REPO_ROOT / "pyproject.toml", "optaxclip"
+    # A checkout is installed by its path, because it may not be published.
+    if project.is_file() and f'name = "{name}"' in project.read_text("utf-8"):
+        name = "." if Path.cwd() == REPO_ROOT else str(REPO_ROOT)
+    return f'pip install "{name}[{extra}]"'
 
 
 def check_int(value: Any, minimum: int, argument: str) -> int:

@@ -27,8 +27,8 @@ class ShardingOptions(TypedDict, total=False):
     Attributes:
       axis_name: Inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
         the mapped axes over which all leaves are sharded. Inside `shard_map(check_vma=True)`, norms
-        are shared along all axes over which a leaf varies. You can use `axis_name` to share norms
-        along some of these axes only. Devices along the remaining axes then have separate gradients.
+        are shared along all axes over which a leaf varies. You can then use `axis_name` to share
+        norms along some of these axes only, if devices along other axes have separate gradients.
       specs: The sharding of the leaves if their types do not contain it: a pytree prefix of the
         gradients with `PartitionSpec`s or `NamedSharding`s. Use `PartitionSpec()` for replicated
         leaves. You can also use `specs` under `jit` to compute the norm with a single collective,

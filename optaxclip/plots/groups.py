@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from optaxclip._base.host import ArrayLike
+from optaxclip._base.types import HostArrayLike
 from optaxclip._base.validation import did_you_mean, short_repr
 from optaxclip.plots.style import finish_axes, new_axes, plain_ticks, require_matplotlib
 
@@ -41,9 +41,9 @@ HEATMAP_STYLES = {
 
 
 def heatmap(
-    values: ArrayLike,
+    values: HostArrayLike,
     names: Sequence[str] | None = None,
-    steps: ArrayLike | None = None,
+    steps: HostArrayLike | None = None,
     ax: "Axes | None" = None,
     *,
     stat: str = "norm",
@@ -111,7 +111,7 @@ def heatmap(
 
 
 def _check_series(
-    values: ArrayLike, names: Sequence[str] | None, steps: ArrayLike | None, what: str
+    values: HostArrayLike, names: Sequence[str] | None, steps: HostArrayLike | None, what: str
 ) -> tuple[Numbers, Numbers]:
     """Numbers `[steps, groups]`, and the steps."""
     try:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optaxclip._base.host import ArrayLike
 from optaxclip._base.numerics import is_real
+from optaxclip._base.types import HostArrayLike
 from optaxclip._base.validation import short_repr
 from optaxclip.plots.style import (
     curve,
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-Curves = Mapping[str, ArrayLike]
+Curves = Mapping[str, HostArrayLike]
 Numbers = np.ndarray[Any, Any]
 LEAST_WIDTH, WIDER = 1.4, 0.25
 """The width of the line on top, and by how much each line below it is wider, in points."""
 
 
-def loss_curves(losses: Curves, steps: ArrayLike | None = None, ax: "Axes | None" = None) -> "Axes":
+def loss_curves(
+    losses: Curves, steps: HostArrayLike | None = None, ax: "Axes | None" = None
+) -> "Axes":
     """Draws losses over the steps, a line for each run.
 
     The axis ends a little above the largest first loss. Higher losses are cut off, because one
@@ -62,7 +64,7 @@ def loss_curves(losses: Curves, steps: ArrayLike | None = None, ax: "Axes | None
 
 def norm_curves(
     norms: Curves,
-    steps: ArrayLike | None = None,
+    steps: HostArrayLike | None = None,
     threshold: float | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
@@ -105,7 +107,7 @@ def norm_curves(
 
 
 def _check_runs(
-    series: Curves, steps: ArrayLike | None, what: str
+    series: Curves, steps: HostArrayLike | None, what: str
 ) -> dict[str, tuple[Numbers, Numbers]]:
     """Steps and values of each run."""
     if not isinstance(series, Mapping):

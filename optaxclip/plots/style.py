@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optaxclip._base.host import ArrayLike
-from optaxclip._base.optional_imports import install_command
-from optaxclip._base.validation import short_repr
+from optaxclip._base.types import HostArrayLike
+from optaxclip._base.validation import install_command, short_repr
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +58,7 @@ def line_style(number: int) -> tuple[str, str]:
 
 
 def curve(
-    values: ArrayLike, steps: ArrayLike | None, name: str
+    values: HostArrayLike, steps: HostArrayLike | None, name: str
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, np.dtype[np.float64]]]:
     """The steps and values of one line, [n] each; messages call the values by `name`."""
     try:
@@ -126,7 +125,7 @@ def plot_line(ax: "Axes", x: Numbers, y: Numbers, style: str = "-", **look: Any)
     return ax.plot(x, y, style, **look)[0]
 
 
-def mark_off_scale(ax: "Axes", x: ArrayLike, **look: Any) -> None:
+def mark_off_scale(ax: "Axes", x: HostArrayLike, **look: Any) -> None:
     """Draws crosses on the upper edge that the axes have when the figure is drawn.
 
     The edge cuts no cross in half. A cross far beside the axes is not drawn, because the figure

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optaxclip._base.host import ArrayLike
+from optaxclip._base.types import HostArrayLike
 from optaxclip.plots.style import (
     COLORS,
     check_instance,
@@ -27,9 +27,9 @@ BINS = 50
 
 
 def norms_over_steps(
-    norms: ArrayLike | Suggestion,
-    threshold: ArrayLike | None = None,
-    steps: ArrayLike | None = None,
+    norms: HostArrayLike | Suggestion,
+    threshold: HostArrayLike | None = None,
+    steps: HostArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
     """Draws the norms of one run on a logarithmic axis, and marks the steps above a threshold.

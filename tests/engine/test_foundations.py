@@ -17,8 +17,7 @@ import optaxclip
 import optaxclip._backend.packing as packing
 import optaxclip._base.trees as trees
 import optaxclip._base.validation as validation
-from optaxclip._base.optional_imports import call_on_import
-from optaxclip._base.state import StaticNames, safe_increment
+from optaxclip._base.state import StaticNames, call_on_import, safe_increment
 from optaxclip._base.trees import Group, Grouping
 
 MOST = 2**31 - 1
