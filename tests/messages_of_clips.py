@@ -237,7 +237,7 @@ VALUE_ERRORS = {
     r"norms for its 1 groups, got 3 norms, .* jax\.vmap too": lambda: clip_by(LEAF, 1.0).update(
         [jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])
     ),
-    r"labels must be a pytree prefix of the gradients, which have .* "
+    r"labels must be a pytree prefix of the gradients with .* "
     r"'layer0', .*, \.\.\. \(dict\), got the leaves 'x' \(dict\)": lambda: by_labels(
         {"x": "a"}, GRADS
     ),
@@ -260,8 +260,8 @@ VALUE_ERRORS = {
     r"alpha must be from 0 to 1, got 2\.5; use z_thresh= for a": lambda: thresholds.zscore(2.5),
     r"decay must be from 0 to 1, got 1\.1; use ratio= for a multiple": lambda: thresholds.ema(1.1),
     r"decay must be from 0 to 1, got 3\.0; use num_std= for a": lambda: thresholds.log_tracker(3.0),
-    "axis_name must be a mapped axis, got 'x'; use pmap": lambda: (
-        ops.global_norm(ONE, axis_name="x")
+    "axis_name must be a mapped axis, got 'x'; use pmap": lambda: ops.global_norm(
+        ONE, axis_name="x"
     ),
     "max_consecutive .* at least 1, got 0": lambda: skip_nonfinite(SGD, 0),
     r"max_consecutive .* of shape \(2,\)": lambda: skip_above(SGD, 1.0, jnp.ones(2, int)),
@@ -345,10 +345,10 @@ VALUE_ERRORS = {
         LEAF, {"b": RELATIVE}
     ).update(ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)),
     "grad_norm must be passed to the update with known_norm='grad_norm', got None; use": told,
-    "got None; pass it": lambda: told(grad_norm=None),
+    "got None; use update": lambda: told(grad_norm=None),
     "^grad_norm must be a scalar": lambda: told(grad_norm=jnp.ones(2)),
     "grad_norm must be passed to the update": lambda: told(skip_above),
-    "got None; pass it by update": lambda: told(skip_above, grad_norm=None),
+    "got None; use update\\(grads": lambda: told(skip_above, grad_norm=None),
     "^grad_norm must be a scalar, ": lambda: told(skip_above, grad_norm=jnp.ones(2)),
     r"b1 must be at least 0 and below 1, got 1.0": lambda: stable(b1=1.0),
     r"b1 must be below 1 in float32, got .*; use at most 0.99999994$": lambda: stable(b1=1 - 1e-9),
