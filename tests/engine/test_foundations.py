@@ -133,7 +133,7 @@ def test_many_norms_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trees.warn_if_many_norms(grouped(2**23, 2**23), "mine")
-    said = r"^mine: .* have 16,777,217 norms, of which 'b' has 8,388,609;"
+    said = r"^mine: .* got 16,777,217 norms and 8,388,609 of them for 'b';"
     with pytest.warns(UserWarning, match=said):
         trees.warn_if_many_norms(grouped(2**23, 2**23 + 1), "mine")
 
