@@ -222,6 +222,6 @@ def check_updates_not_state(updates: Any, cls: type, name: str) -> None:
     nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, cls))
     if any(isinstance(node, cls) for node in nodes):
         raise ValueError(
-            f"{name}: updates must be gradients, got a {cls.__name__}; use the order "
+            f"{name}: updates must be gradients, got a {cls.__name__}; call "
             "update(grads, state, params)"
         )
