@@ -234,7 +234,7 @@ VALUE_ERRORS = {
     ),
     r"axes must be all 2 axes of the sparse leaf '0', "
     r"got 1; pass leaf\.todense\(\)": lambda: ops.clip_by_norm([SPARSE], 1.0, axes=1),
-    r"norms for its 1 groups, got 3 norms .* jax\.vmap for the update too": lambda: clip_by(
+    r"norms for its 1 groups, got 3 norms .* for the update too": lambda: clip_by(
         LEAF, 1.0
     ).update([jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])),
     r"labels must be a pytree prefix of the gradients with .* "

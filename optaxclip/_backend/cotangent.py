@@ -44,11 +44,7 @@ mlir.register_lowering(_identity, lambda _, x, *__, **___: [x])
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    cotangent_fn: CotangentFn,
-    is_tangent: bool,
+    primals: Sequence[Any], tangents: Sequence[Any], *, cotangent_fn: CotangentFn, is_tangent: bool
 ) -> tuple[Any, Any]:
     (x, *operands), dx = primals, tangents[0]
     if is_tangent or isinstance(dx, ad.Zero):

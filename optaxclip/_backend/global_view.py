@@ -101,9 +101,7 @@ def stateless(update: Callable[..., Any]) -> Transformation[Any]:
 
 
 def global_view(
-    *,
-    out_like: str | tuple[str, ...] | Callable[..., PyTree] | None = None,
-    compiled: bool = True,
+    *, out_like: str | tuple[str, ...] | Callable[..., PyTree] | None = None, compiled: bool = True
 ) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
     """Decorates a function of arrays to work with any sharding.
 

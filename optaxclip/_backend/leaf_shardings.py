@@ -201,7 +201,7 @@ class AutomaticShardings(MappedShardings):
         return super().local_sums(sums, shapes, use_max=use_max)
 
     def replicate(self, x: Array) -> Array:
-        return meshes.constrain_replicated(x, self.mesh)
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +225,7 @@ class MeshShardings(MappedShardings):
         )
 
     def replicate(self, x: Array) -> Array:
-        return meshes.constrain_replicated(x, self.mesh)
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,9 @@ class ExplicitShardings(MeshShardings):
         )
 
     def replicate(self, x: Array) -> Array:
-        return meshes.constrain_replicated(x, meshes.current_mesh())
+        return lax.with_sharding_constraint(
+            x, NamedSharding(meshes.current_mesh(), PartitionSpec())
+        )
 
 
 class ShardingHints(NamedTuple):

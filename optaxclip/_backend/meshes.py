@@ -397,11 +397,6 @@ def current_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
-def constrain_replicated(x: Array, mesh: Any) -> Array:
-    """Makes the compiler replicate `x` on all devices of a mesh."""
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
-
-
 class ExampleSpecs(NamedTuple):
     """Specs of results over a batch of examples on an explicit mesh.
 

@@ -54,11 +54,7 @@ class InnerProducts(NamedTuple):
 
 
 def products(
-    leaves: list[Any],
-    others: list[Any],
-    plan: Plan,
-    norm: Array,
-    other_norm: Array | None = None,
+    leaves: list[Any], others: list[Any], plan: Plan, norm: Array, other_norm: Array | None = None
 ) -> InnerProducts:
     """Computes the inner products of the groups of two trees, or their real parts if complex.
 

@@ -15,11 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._backend.elementwise import (
-    divide_each,
-    scale_and_round,
-    select_keep_subnormals,
-)
+from optaxclip._backend.elementwise import divide_each, scale_and_round, select_keep_subnormals
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
