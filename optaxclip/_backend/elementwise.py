@@ -107,13 +107,9 @@ def scale_and_round(
 ) -> Array:
     """Computes `x * power * ratio` for real elements, rounded once to the dtype of `x`.
 
-    Args:
-      x: The elements.
-      power: A power of two.
-      ratio: The second factor.
-      strict: If True, rounds toward zero instead of to the nearest number.
-      default_kernel: A function of `x`, `power`, `ratio` and `strict`. It is used on all platforms
-        except CPUs, and for its derivatives.
+    `power` must be a power of two. If `strict` is True, elements are rounded toward zero instead of
+    to the nearest number. `default_kernel` is a function of the same four arguments that is used
+    for derivatives and on all platforms except CPUs.
     """
     default_kernel = functools.partial(default_kernel, strict=strict)
     if x.dtype != jnp.bfloat16 or ratio.dtype != jnp.float32:

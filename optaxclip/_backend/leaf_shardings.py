@@ -87,10 +87,7 @@ class LeafShardings:
     ) -> Sequence[ScaledSums]:
         """Returns the contributions of this device to the sums or maxima over devices.
 
-        Args:
-          sums: The sums or maxima of the shards of the leaves.
-          shapes: The shapes of the sums of whole leaves.
-          use_max: If True, `sums` must be maxima.
+        `sums` are the sums or maxima of the shards, and `shapes` the shapes for whole leaves.
         """
         del shapes, use_max
         return sums
@@ -105,10 +102,7 @@ class LeafShardings:
     ) -> list[Array]:
         """Returns the slices of arrays `[..., *groups of a leaf]` for the shards of this device.
 
-        Args:
-          arrays: An array for each leaf.
-          leaves: The shards of the leaves.
-          axes: The axes that the groups of the leaves reduce.
+        There is one array per leaf, and `axes` are the axes that the norms of the leaves reduce.
         """
         del leaves, axes
         return list(arrays)

@@ -69,10 +69,8 @@ def collective_primitives(program: Any) -> frozenset[str]:
 def check_replicated_scalar(x: Any, axis_names: Iterable[str] | None, what: str) -> None:
     """Checks that a number does not vary over the devices that share a norm.
 
-    Args:
-      x: The number.
-      axis_names: The mapped axes along which devices share a norm. Defaults to all manual axes.
-      what: The name of the number in the message.
+    These are the devices along `axis_names`, or along all manual axes by default. `what` is the
+    name of the number in the message.
     """
     shared = manual_axes() if axis_names is None else frozenset(axis_names)
     varying = sorted(varying_axes(x) & shared)
@@ -414,10 +412,8 @@ class ExampleSpecs(NamedTuple):
 def example_out_specs(examples: PyTree, params: Sequence[Any] | None = None) -> ExampleSpecs:
     """Returns the specs of sums sharded like the parameters, and norms sharded like the examples.
 
-    Args:
-      examples: Arrays with a leading example axis.
-      params: The parameters. If None, the examples must be per-example gradients, and sums over
-        them are sharded like a single example.
+    The examples must have a leading example axis. If there are no parameters, the examples must be
+    per-example gradients, and sums over them are sharded like a single example.
     """
     specs = list(map(spec_of, jax.tree.leaves(examples)))
     first = next((spec[0] for spec in specs if len(spec) and spec[0] is not None), None)

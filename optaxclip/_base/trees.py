@@ -331,12 +331,9 @@ class Grouping:
         return [bool(group.leaf_indices) for group in self.groups for _ in group.names]
 
     def align_with_state(self, stored: StaticNames, size: int, name: str) -> "Grouping":
-        """Adds empty groups for names in the state that the current tree lacks.
+        """Adds empty groups for the stored names that the current tree lacks.
 
-        Args:
-          stored: The names in the state, which are empty after `optax.tree_map_params`.
-          size: The number of groups in the state.
-          name: The name of the transformation.
+        The state has `size` groups. Its names can be empty after `optax.tree_map_params`.
         """
         if self.layout == "scalar" or (not stored and size == len(self.names)):
             return self
