@@ -115,7 +115,7 @@ def scale_and_round(
     if x.dtype != jnp.bfloat16 or ratio.dtype != jnp.float32:
         return default_kernel(x, power, ratio)
     cpu_kernel = custom_jvp()(functools.partial(kernels.scale_bfloat16_on_cpu, strict=strict))
-    # Operations on bits have no derivative, so that of the other kernel is used.
+    # Operations on bits have no derivative, so the derivative of the default kernel is used.
     cpu_kernel.defjvp(functools.partial(jax.jvp, default_kernel))
     return lax.platform_dependent(x, power, ratio, cpu=cpu_kernel, default=default_kernel)
 

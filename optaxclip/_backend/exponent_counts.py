@@ -73,7 +73,7 @@ def propagate_carry(words: Array) -> Array:
     return lax.concatenate([remainder, high + carry], low.ndim - 2)
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _count(
     leaf: Array, axes: tuple[int, ...], integer: jnp.dtype, wide: bool, is_whole: bool

@@ -72,7 +72,7 @@ def _sum_on_cpu(
     return [_sum_powers_on_cpu(x, over, norm) for x, over in zip(leaves, axes, strict=True)]
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _sum_powers_on_cpu(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
     # The norms convert different values to float64. XLA on CPUs stores a conversion that two sums
@@ -85,7 +85,7 @@ def _sum_powers_on_cpu(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
     return lax.reduce_sum(powers.astype(jnp.float64), axes)
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames="axes")
 def max_abs_on_cpu(x: Array, *, axes: tuple[int, ...]) -> Array:
     """Returns the largest absolute value of float32 elements, or NaN if an element is NaN.
@@ -133,7 +133,7 @@ def _sum_on_gpu(
     return sums
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _sum_powers_on_gpu(
     leaves: tuple[Array, ...], axes: tuple[int, ...], norm: Norm, in_one_piece: bool

@@ -127,7 +127,7 @@ class MappedShardings(LeafShardings):
         results = []
         for leaf, (arrays, shape) in enumerate(zip(sums, shapes, strict=True)):
             if any(self.kept_mesh_axes[leaf]):
-                # Groups on other devices are padded with 0.
+                # Sums are padded with 0 for the groups of other devices.
                 start = self._local_offset(leaf, arrays[0].shape)
                 arrays = tuple(
                     lax.dynamic_update_slice(jnp.zeros(shape, x.dtype), x, start) for x in arrays
@@ -149,7 +149,7 @@ class MappedShardings(LeafShardings):
         if not self.all_axes:
             return sums
         varying = self.all_axes & meshes.manual_axes()
-        # Stacked so that all sums use a single collective.
+        # Stacked to use a single collective for all sums.
         stacked = meshes.stack([meshes.pvary(x, varying) for x in sums])  # [scales, groups]
         totals = (meshes.pmax if use_max else meshes.psum)(stacked, self.all_axes)
         return [totals[k] for k in range(len(sums))]

@@ -292,7 +292,7 @@ def zeros_like_aval(aval: Any, leading_axes: Sequence[int] = ()) -> Array:
     return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
 
 
-# Jitted so that the sums at all scales share one trace.
+# Jitted to share one trace between the sums at all scales.
 @functools.partial(jax.jit, static_argnames="axis")
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     """Stacks arrays with equal shapes along a new axis."""

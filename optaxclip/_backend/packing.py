@@ -25,7 +25,7 @@ def arrange_by_layout(arrays: Sequence[Array], grouping: Grouping) -> NormTree:
     return ravel_and_concatenate(arrays)
 
 
-# Jitted so that arrays of the same groups share one trace.
+# Jitted to share one trace between arrays of the same groups.
 @jax.jit
 def ravel_and_concatenate(arrays: Sequence[Array]) -> Array:
     """Concatenates the elements of arrays to a vector, in the widest of their dtypes."""
@@ -84,7 +84,7 @@ def _(
     return _split_at_operands(vector, shapes), _split(tangent, shapes)
 
 
-# Jitted so that pieces with equal sizes share one trace.
+# Jitted to share one trace between pieces with equal sizes.
 @functools.partial(jax.jit, static_argnums=2)
 def _slice(vector: Array, starts: Array, size: int) -> Array:
     """Returns `size` elements of a vector, or of all rows of a matrix."""

@@ -89,7 +89,7 @@ def is_full_local_reduction(
     return reduces_all and (in_one_piece or bool(meshes.manual_axes()))
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype", "in_one_piece"))
 def compute_scaled_sums(
     leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
@@ -128,7 +128,7 @@ def _add(left: ScaledSums, right: ScaledSums) -> ScaledSums:
     return tuple(map(operator.add, left, right))
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "in_one_piece"))
 def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: bool) -> ScaledSums:
     """Sums the products `x * y` and the squares of `y`.
@@ -188,7 +188,7 @@ def _multiply_bounded(x: Array, y: Array) -> Array:
     return select(is_in_range, product, 0)
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("by", "axes", "dtype"))
 def max_abs_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """Returns the bits of the largest absolute value, multiplied by `by`, as an integer.

@@ -44,7 +44,7 @@ def skip_step(
     if not meshes.is_being_staged([x for x in (skip, *traced.values()) if isinstance(x, Tracer)]):
         return select_results(skip, state, *step(*operands))
 
-    # Only traced leaves are inputs of the program. The step can use the values of the others.
+    # Only traced leaves are inputs of the program. The remaining leaves are constants.
     program, results = jax.make_jaxpr(
         lambda traced: step(*treedef.unflatten([traced.get(i, x) for i, x in enumerate(leaves)])),
         return_shape=True,
@@ -138,7 +138,7 @@ def tree_zero_where(where: Array, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if is_nonnumeric(x) else _zero_where(where, x), tree)
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @jax.jit
 def _zero_where(where: Array, x: Array) -> Array:
     return match_weak_type(select(where, 0, x), x)

@@ -243,7 +243,7 @@ def broadcast_prefix(
     if not flat.inexact_indices:
         return []
     if is_function(value, flat.tree()):
-        # A function with two arguments receives paths and leaves, other functions the tree.
+        # A function with two arguments is called with paths and leaves, and otherwise with the tree.
         if accepts_args(value, "path", None) or not accepts_args(value, "tree"):
             return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.inexact_indices]
         fn_of_tree: Any = value

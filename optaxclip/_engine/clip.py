@@ -423,7 +423,7 @@ def _clip_step(
         strict=options.strict,
     )
     chex.assert_shape(list(by), plan.shape)  # f32[groups]
-    # Stacked so that a single operation can slice the part of a leaf.
+    # Stacked to use a single operation for the slices of a leaf.
     operands = method.leaf_operands(by, thresholds.trigger.astype(by.ratio.dtype))
     columns = meshes.stack(operands)  # f32[operands, groups]
     parts = map(plan.placement.replicate, plan.slice_for_leaves(columns, leaves))

@@ -378,7 +378,7 @@ def select_in_range(totals: reductions.ScaledSums) -> tuple[Array, Array]:
     return total, unit
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def _reduce_scaled(
     leaf: Array, by: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype

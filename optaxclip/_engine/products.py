@@ -175,7 +175,7 @@ def _compute_unscaled(
     return InnerProducts(other_norm, divide_no_nan(total, norm * other_norm, 0.0))
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames="axes")
 def _plain_sums(x: Array, y: Array, *, axes: tuple[int, ...]) -> reductions.ScaledSums:
     parts = zip(split_complex(x), split_complex(y), strict=False)

@@ -66,7 +66,7 @@ class ExactFactor(Protocol):
         ...
 
 
-# Jitted so that norms of equal shapes share one trace.
+# Jitted to share one trace between norms of equal shapes.
 @functools.partial(jax.jit, static_argnames=("response", "nonfinite", "strict"))
 def compute_multiplier(
     measured: ScaledNorms,
@@ -165,7 +165,7 @@ def scale(
     return replace_values(leaf, _scale_leaf(leaf.data, by=multiplier, axes=all_axes, **options))
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "strict", "zero_nonfinite"))
 def _scale_leaf(
     x: Array,
