@@ -101,7 +101,7 @@ TYPE_ERRORS = {
         optaxclip.zclip(), SGD
     ),
     r"threshold must .*; combine transformations by ": lambda: skip_above(optaxclip.zclip(), SGD),
-    r"skip_nonfinite\(\) requires \['inner'\]; .* wrap the optimizer "
+    r"skip_nonfinite\(\) requires \['inner'\]; wrap the optimizer "
     r"as in skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
     r"requires \['threshold'\]; .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: (
         skip_above(1.0)
@@ -234,9 +234,9 @@ VALUE_ERRORS = {
     ),
     r"axes must be all 2 axes of the sparse leaf '0', "
     r"got 1; pass leaf\.todense\(\)": lambda: ops.clip_by_norm([SPARSE], 1.0, axes=1),
-    r"norms for its 1 groups, got 3 norms .* for the update too": lambda: clip_by(
-        LEAF, 1.0
-    ).update([jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])),
+    r"norms for its 1 groups, got 3 norms .* for the update too": lambda: clip_by(LEAF, 1.0).update(
+        [jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])
+    ),
     r"labels must be a pytree prefix of the gradients with .* "
     r"'layer0', .*, \.\.\. \(dict\), got the leaves 'x' \(dict\)": lambda: by_labels(
         {"x": "a"}, GRADS
@@ -302,7 +302,7 @@ VALUE_ERRORS = {
     "^adaptive_grad_clip: params must .*, got None; call update": lambda: AGC.update(
         ONE, AGC.init(ONE)
     ),
-    r"params must have the shape \(1,\) .*'b'.*\(3,\)": lambda: AGC.update(
+    r"params must have a leaf 'b' of shape \(1,\) .*\(3,\)": lambda: AGC.update(
         ONE, AGC.init(ONE), {"b": jnp.ones(3)}
     ),
     "labels must be a pytree prefix.* 'v'": lambda: scoped(scopes.group({"v": "a"})),

@@ -243,7 +243,7 @@ def broadcast_prefix(
     if not flat.inexact_indices:
         return []
     if is_function(value, flat.tree()):
-        # A function with two arguments is called with paths and leaves, and otherwise with the tree.
+        # Functions with two arguments are called with paths and leaves, and others with the tree.
         if accepts_args(value, "path", None) or not accepts_args(value, "tree"):
             return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.inexact_indices]
         fn_of_tree: Any = value
@@ -278,8 +278,8 @@ def align_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
         if path not in by_path or jnp.shape(by_path[path]) != shape:
             found = f"shape {jnp.shape(by_path[path])}" if path in by_path else "no such leaf"
             raise ValueError(
-                f"{name}: params must have the shape {shape} of the updates for the leaf "
-                f"'{leaf_name(path)}', got {found}; use the params of these updates"
+                f"{name}: params must have a leaf '{leaf_name(path)}' of shape {shape} like the "
+                f"updates, got {found}; use the params of these updates"
             )
     return flat.replace_leaves([by_path[flat.paths[i]] for i in flat.inexact_indices])
 

@@ -34,9 +34,7 @@ def test_param_statistics_require_params():
     for stat in ("cosine_param", "param_norm", "ratio"):
         with pytest.raises(ValueError, match=rf"^record: the statistics \['{stat}'\] need"):
             monitor.record(3, stats=stat).update(GRADS, monitor.record(3, stats=stat).init(PARAMS))
-    with pytest.raises(
-        ValueError, match=r"mine: params must have the shape .* for the leaf 'head'"
-    ):
+    with pytest.raises(ValueError, match=r"mine: params must have a leaf 'head' of shape"):
         tx.update(GRADS, tx.init(PARAMS), {"body": PARAMS["body"]})
 
 
