@@ -80,6 +80,10 @@ def rows() -> list[Row]:
         Row("record", recorded(), CLIP, 1.15),
         *(Row(f"record, {stat}", recorded(stats=stat)) for stat in ALL_STATISTICS[1:]),
         Row("record, all four", recorded(stats=ALL_STATISTICS), PLAIN, 2.2),
+        Row("histogram, every step", optax.chain(monitor.histogram(every=1), adamw)),
+        Row("histogram, every 100 steps", optax.chain(monitor.histogram(every=100), adamw)),
+        Row("events of a clip", monitor.events(clipped)),
+        Row("events of a skip", monitor.events(optaxclip.skip_nonfinite(clipped))),
     ]
 
 

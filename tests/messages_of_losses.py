@@ -63,7 +63,7 @@ TYPE_ERRORS = {
     "reject_rule must be one rule": lambda: made(reject_rule={"w": 1.0}),
     "reject_rule must be .* function zclip": lambda: made(reject_rule=optaxclip.zclip),
     "clip must be a number": lambda: made(clip="norm"),
-    "clip must be a transformation, or one threshold": lambda: made(clip={"w": 1.0}),
+    "clip must be a transformation or one threshold": lambda: made(clip={"w": 1.0}),
     r"clip must be the result of .* as in optaxclip\.zclip": lambda: made(clip=optaxclip.zclip),
     r"clip .* call it, as in optaxclip\.clip_by\(\)": lambda: made(clip=optaxclip.clip_by),
     "clip must be the result of ema": lambda: made(clip=thresholds.ema),
@@ -78,12 +78,16 @@ TYPE_ERRORS = {
         W, X, has_aux=True
     ),
     "pass has_aux=True": lambda: called(W, X, loss_fn=lambda w, x: (loss_fn(w, x), 1)),
-    r"weight is called with what batch_argnums names, a part of 2 of .* weight\(tok": lambda: (
-        weighted(lambda x: x.sum())
+    r"weight must accept the batch arguments, got the error .* weight\(tok": lambda: weighted(
+        lambda x: x.sum()
     ),
-    r"a part of 2 of .* weight\(tok": lambda: weighted(lambda *, mask: mask.sum()),
-    r"a part of 1 of .* weight\(tok": lambda: weighted(lambda x, y: x.sum() + y.sum(), 1),
-    r"weight is called with .* a part of 2 of .* weight\(tok": lambda: weighted(lambda: 1.0),
+    r"must accept the batch .* for 2 of them; use for example weight\(tok": lambda: weighted(
+        lambda *, mask: mask.sum()
+    ),
+    r"must accept the batch .* for 1 of them; use .* weight\(tok": lambda: weighted(
+        lambda x, y: x.sum() + y.sum(), 1
+    ),
+    r"weight must accept the batch arguments, .* for 2 of them; use": lambda: weighted(lambda: 1.0),
     "^threshold must be a number or scalar array, got <function .* "
     "per_example_clip_and_aggregate": lambda: clip_sum(lambda count: 1.0),
     r"^threshold must be a number or scalar array, got "
@@ -130,7 +134,7 @@ TYPE_ERRORS = {
     "batch_size .* of type str": lambda: AGGREGATE(1.0, 0.0, batch_size="a"),
     "key must be one key .* got True": lambda: AGGREGATE(1.0, 1.0, True),
     "noise_multiplier must be .* got '1'": lambda: noisy(noise="1"),
-    "key must be one key from jax.random, a new one .*0": lambda: noisy(key=0),
+    "key must be one key from jax.random that is new .*0": lambda: noisy(key=0),
     "result must be the PerExampleResult .* got Array": lambda: per_example.noisy_mean(
         X, 1.0, KEYS[0], 4
     ),
@@ -161,19 +165,21 @@ VALUE_ERRORS = {
     r"batch_argnums must .* got \(1, -1\) with -1": lambda: made(
         argnums=(0, -1), batch_argnums=(1, -1)
     ),
-    "reject_rule must be 'nonfinite', None, or a rule": lambda: made(reject_rule="nan"),
+    "reject_rule must be 'nonfinite', None or a rule": lambda: made(reject_rule="nan"),
     "reject_rule must not be negative": lambda: made(reject_rule=-1.0),
     "clip must not be negative": lambda: made(clip=-1.0),
     "dtype must be float32 or wider.* got bfloat16": lambda: made(dtype=jnp.bfloat16),
     "dtype must be float32 or wider.* got int32": lambda: made(dtype=jnp.int32),
-    "compute_norms=False leaves nothing to judge": lambda: made(compute_norms=False),
-    "must divide the batch, got 4 for 6 examples: pass 3, ": lambda: called(
+    "clip and reject_rule must be None .*, got None and 'nonfinite'": lambda: made(
+        compute_norms=False
+    ),
+    "must divide the batch size, got 4 for 6 examples; use 3 or pad": lambda: called(
         W, X, microbatch_size=4
     ),
-    "got 12 for 6 examples: pass 6, ": lambda: called(W, X, microbatch_size=12),
-    "got 2 for 5 examples: pass 1, ": lambda: called(W, X[:5]),
-    "the batch has no examples": lambda: called(W, X[:0]),
-    "the batch has no examples, so": lambda: called(W, {}),
+    "got 12 for 6 examples; use 6 or ": lambda: called(W, X, microbatch_size=12),
+    "got 2 for 5 examples; use 1 or ": lambda: called(W, X[:5]),
+    "the batch must have at least one example": lambda: called(W, X[:0]),
+    "the batch must have at least one example, got 0 examples": lambda: called(W, {}),
     "batch_argnums must be distinct positions among 1 arguments": lambda: called(W),
     r"the batch must have leaves \[examples.* \(\)": lambda: called(W, 3.0),
     r"the batch must have leaves \[examples": lambda: called(W, (X, X[:2])),
@@ -181,20 +187,20 @@ VALUE_ERRORS = {
     r"argnums \(0,\), at least one, got \(\) of 1 arguments": lambda: called(
         W, loss_fn=lambda w: w[0], batch_argnums=None
     ),
-    r"must be of type AccumulateState, got .* Pass accumulated\.state of the last step": lambda: (
+    r"must be of type AccumulateState, got .*; pass accumulated\.state of the previous": lambda: (
         called(W, X, state=3)
     ),
     "above 0, got -1.0": lambda: called(W, X, weight=lambda x: -1.0),
-    "above 0, got 0 for every": lambda: called(W, X, weight=lambda x: 0),
+    "above 0, got 0 for all": lambda: called(W, X, weight=lambda x: 0),
     "above 0, got nan": lambda: called(W, X, weight=lambda x: np.nan),
-    r"scalar.*\(2,\).*; sum it": lambda: called(W, X, weight=lambda x: x[:, 0]),
+    r"scalar.*\(2,\).*; sum the weights": lambda: called(W, X, weight=lambda x: x[:, 0]),
     r"loss_fn must return a scalar, the mean.*shape \(2,\)": lambda: called(
         W, X, loss_fn=lambda w, x: x @ w
     ),
-    "clip must return a tree like the": lambda: called(
+    "clip must return a tree with the structure": lambda: called(
         W, X, clip=optax.stateless(lambda updates, _: {"w": updates})
     ),
-    "clip must return a tree like the gradients": lambda: called(
+    "clip must return a tree .* and the floating-point leaves of the grad": lambda: called(
         {"v": W, "w": W}, X, loss_fn=lambda p, x: loss_fn(p["v"] + p["w"], x), clip=to_ints("w")
     ),
     "axis_name must be a mapped axis, got 'i'": lambda: called(W, X, axis_name="i"),
@@ -229,9 +235,9 @@ VALUE_ERRORS = {
     "noise_multiplier must be finite for noise": lambda: noisy(noise=np.inf),
     "batch_size must .* got 0": lambda: noisy(size=0),
     "batch_size must .* got nan": lambda: noisy(size=np.nan),
-    "key must be one key from jax.random, a new one .*None": lambda: noisy(key=None),
+    "key must be one key from jax.random that is new .*None": lambda: noisy(key=None),
     "relation must be one of": lambda: noisy(relation="neighbours"),
-    "result.bound must be the threshold": lambda: noisy(bound=None),
+    "result.bound must be the maximum norm": lambda: noisy(bound=None),
     "result.bound must be finite for noise, got inf": lambda: noisy(bound=np.inf),
     r"params must be given for thresholds by name.* pass params=": lambda: per_example.clipped_grad(
         dot, {"all": 2.0}
@@ -243,7 +249,9 @@ VALUE_ERRORS = {
         dot, 1.0
     ).sensitivity(None),
     "split must be one of": lambda: clip_sum(1.0, split="even"),
-    "is_padding must have one element": lambda: clip_sum(1.0, is_padding=jnp.zeros(3, bool)),
+    r"is_padding must have one element per example, shape \(2,\), got \(3,\)": lambda: clip_sum(
+        1.0, is_padding=jnp.zeros(3, bool)
+    ),
     "^microbatch_size must be an int of at least 1, got 0": lambda: grads_of(
         dot, microbatch_size=0
     ),

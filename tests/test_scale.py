@@ -1,8 +1,6 @@
 """The study at scale: its text, its plan, that it goes on where it stopped, and its program."""
 
 import math
-import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -197,18 +195,3 @@ def test_decoder_runs_all_optimizers_methods_and_cases(optimizer, method, corpus
     # In float16 the loss was multiplied, and gradients divided: nothing else is different.
     np.testing.assert_allclose(found["float16"], found["no fault"], atol=0.02)
     assert found["bad stretch"] != found["no fault"]
-
-
-def test_evidence_page_matches_scale_table():
-    docs = Path(__file__).parents[1] / "docs"
-    page = (docs / "evidence.md").read_text("utf-8")
-    shown = page.partition("## Larger models\n")[2].partition("\n## ")[0]
-    rows = TableFile(docs / "../benchmarks/measured/scale_cpu.csv", KEYS, COLUMNS).rows.values()
-
-    def figures(table):  # of each line, its mean and deviation in each case
-        cells = re.findall(r"(?<=\| )([+-]?\d\.\d{3}) ± (\d\.\d{3})", table)
-        return [tuple(map(float, cell)) for cell in cells]
-
-    made = figures(scale.tables(list(rows)))
-    assert figures(shown) == made
-    assert len(made) == len(scale.OPTIMIZERS) * len(METHODS) * len(CASES)

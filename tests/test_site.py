@@ -92,7 +92,7 @@ def test_site_code_runs(page, block):
     if "last_factor" in found:
         assert found["last_factor"] == pytest.approx(0.4)
     if "unit_norms" in found:
-        np.testing.assert_allclose(found["unit_norms"], found["unit_limits"], 1e-6)
+        np.testing.assert_allclose(found["unit_norms"], found["unit_thresholds"], 1e-6)
     if "status" in found:
         assert found["status"] == "skipped"
     if "bad" in found:
@@ -106,7 +106,7 @@ def test_keras_and_wandb_code_runs_in_subprocess(name):
     skip_without_packages(ALONE[name])
     code = f"{ALONE[name]}\nassert losses[-1] < losses[0] / 2\n"
     if name == "wandb":
-        code += "assert logged['clip_by_global_norm/limit'] == 1.0\n"
+        code += "assert logged['clip_by_global_norm/threshold'] == 1.0\n"
         # The summary has no last step before the run ends. Three entries alike share a bin.
         code += "shown = dict(logged['histogram/w'])\n"
         code += "low, high = shown['bins']\n"

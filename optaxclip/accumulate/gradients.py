@@ -1,17 +1,18 @@
-"""Gradients of a batch, a microbatch at a time, each judged before it is added up."""
+"""Computes gradients of a batch in microbatches, and clips or rejects single microbatches."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import optaxclip._backend.meshes as meshes
-from optaxclip._base.state import check_state
-from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import AxisName, PyTree, ThresholdRule
+from optaxclip._base.state import check_state, register_state
+from optaxclip._base.trees import flatten
+from optaxclip._base.types import AxisName, ClipState, PyTree, ThresholdRule
 from optaxclip._base.validation import check_bool, check_int, normalize_axis_names, validate_call
 from optaxclip._loss_arguments import (
     LossArguments,
@@ -20,11 +21,44 @@ from optaxclip._loss_arguments import (
     flatten_params,
     get_batch_size,
 )
-from optaxclip.accumulate.loop import Accumulated, scan_microbatches
-from optaxclip.accumulate.loss import DataSharding, MicrobatchLoss
-from optaxclip.accumulate.rejection import NAME, AccumulateState, MicrobatchProcessor, is_stateful
+from optaxclip.accumulate.loop import scan_microbatches
+from optaxclip.accumulate.microbatch import (
+    NAME,
+    AccumulateState,
+    DataSharding,
+    MicrobatchLoss,
+    MicrobatchProcessor,
+)
 from optaxclip.monitor._noise_scale import NoiseSums, nan_like, where_or_nan
 from optaxclip.thresholds._constant import ScalarOrSchedule
+
+
+@register_state
+class Accumulated(NamedTuple):
+    """Values of the `k` microbatches of a batch. Microbatch `i` has the examples `i`, `i + k`, ...
+
+    Attributes:
+      norm: float[k], the norms of the gradients before clipping, over all leaves and devices. They
+        are NaN with `compute_norms=False`.
+      weight: float[k], the weights: the number of examples, or the results of `weight`.
+      rejected: bool[k], True for rejected microbatches. A microbatch with weight 0 does not change
+        the mean, but it is not rejected.
+      loss: float[k], the losses.
+      aux: The stacked auxiliary outputs of the loss, `[k, ...]`, or None without `has_aux`.
+      state: An `AccumulateState`, which you should pass to the next step. It contains the state of
+        the clip, with its record of the last microbatch that was not rejected.
+      noise: The input of `optaxclip.monitor.noise_scale`, in units of the weights. It is NaN with
+        `compute_norms=False` and if fewer than two microbatches count. Note that `jax_debug_nans`
+        raises an error if a compiled function returns such a NaN.
+    """
+
+    norm: Array
+    weight: Array
+    rejected: Array
+    loss: Array
+    aux: PyTree
+    state: AccumulateState
+    noise: NoiseSums
 
 
 @validate_call(
@@ -47,82 +81,87 @@ def value_and_grad(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> "ValueAndGrad":
-    """`jax.value_and_grad` of a batch, one microbatch at a time; each microbatch is judged.
+    """Computes a loss and its gradient in microbatches, which can be clipped or rejected.
 
-    The batch is cut along its leading axis: the `i`-th of `k` microbatches has the examples `i`,
-    `i + k`, ... The result is the weighted mean over the microbatches that were not rejected. If
-    none is rejected or clipped, it is the gradient of the whole batch. Sums are in float32 or
-    wider, and finite if all gradients and weights are. The memory needed is that of the sum and of
-    one gradient, whatever `k` is.
+    You can use it instead of `jax.value_and_grad` if the batch is too large for one gradient
+    computation. The batch is split along its leading axis: microbatch `i` of `k` has the examples
+    `i`, `i + k`, ... The result is the weighted mean over the microbatches that are not rejected.
+    Without clipping and rejection, it is the gradient of the whole batch. Sums use float32 or a
+    wider dtype, and are finite if all gradients and weights are finite. Regardless of `k`, the
+    function uses memory for one sum and one gradient.
 
-    Clipping each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A rejected
-    microbatch is left out of the mean, and so is its weight.
+    Rejected microbatches are excluded from the mean, together with their weights. Clipping of
+    microbatches is also known as PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701).
 
-    Under `jit`, a batch that is split over devices stays split if the number of devices divides the
-    microbatch size: each device has its share of each microbatch, nothing of the batch is gathered,
-    and the sum is split as the parameters are. Each microbatch needs one all-reduce or
-    reduce-scatter of its gradient, because its norm is taken over all devices. With
-    `compute_norms=False` and without `weight`, XLA on GPUs does this only once, after the last
-    microbatch.
+    Under `jit`, a sharded batch stays sharded if the number of devices divides the microbatch size.
+    All devices then process their parts of a microbatch, the batch is never gathered, and the sum
+    is sharded like the parameters. A microbatch needs one all-reduce or reduce-scatter of its
+    gradient because its norm depends on all devices. XLA on GPUs only does this once, after the
+    last microbatch, if you use `compute_norms=False` without `weight`.
 
-    Inside `shard_map`, sizes and weights count what one device holds, and a loss that differs
-    between devices is averaged over them by its weights. Even a device whose part of a microbatch
-    has weight 0 needs a finite loss, or the whole microbatch is rejected. With
-    `compute_norms=False`, parameters that every device holds in full need one all-reduce after the
-    last microbatch, with or without `weight`.
+    Inside `shard_map`, sizes and weights are those of one device. If the loss differs between
+    devices, it is averaged with these weights. Note that a device whose part of a microbatch has
+    weight 0 still needs a finite loss because otherwise the whole microbatch is rejected. If you
+    use `compute_norms=False`, replicated parameters need only one all-reduce after the last
+    microbatch, with or without `weight`.
 
     Args:
-      loss_fn: the mean loss of a microbatch, a scalar: the mean over its examples, or over what
-        `weight` counts.
-      argnums: which arguments to differentiate, as in `jax.grad`. Their integer leaves get `float0`
-        zeros.
-      batch_argnums: which arguments have a leading axis of examples: pytrees of arrays or of PRNG
-        keys; if None, all that are not in `argnums`. All microbatches get the same key if it is in
-        another argument: for noise pass `jax.random.split(key, examples)` as a batch argument.
-      has_aux: whether `loss_fn` returns `(loss, aux)`.
-      microbatch_size: how many examples to differentiate at once; it has to divide the batch,
-        because norms of microbatches of different sizes cannot be judged by each other.
-      weight: a function of the batch arguments that returns how much a microbatch counts, such as
-        its number of tokens; if None, its number of examples. A microbatch of weight 0 adds
-        nothing, whatever its loss is. If a weight is negative or NaN, or all weights are 0, the
-        results are NaN.
-      clip: a transformation of each microbatch's gradient, whose state goes from one microbatch to
-        the next, and which rejected microbatches do not change; or a threshold of the global norm,
-        as `optaxclip.clip_by` takes it.
-      reject_rule: which microbatches are left out. "nonfinite": those whose loss or gradient norm
-        is not finite. A number, schedule or rule of `optaxclip.thresholds`: also those with a norm
-        above it. None: none. If all are rejected, loss and gradients are NaN, so that
-        `optaxclip.skip_nonfinite` skips the step.
-      compute_norms: whether norms are measured. If False, `clip` and `reject` must be None, and
-        `norm` and `noise` are NaN; `jax_debug_nans` stops at a `jit` that returns these. Without
-        `weight`, gradients are then added as they are, so their sum must be finite, not only their
-        mean.
-      dtype: of sums and gradients, float32 or wider; for float64 and complex leaves they are
-        float64 and complex.
-      axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
-        the mapped axes over which the batch is split.
-      specs: how parameters are split over devices, as in `optaxclip.ShardingOptions`, if their
-        types do not say it; where `axis_name` is needed, None means that they are not split.
+      loss_fn: The mean loss of a microbatch, a scalar. It should be the mean over the examples, or
+        over the units that `weight` counts.
+      argnums: The positions of the differentiated arguments, as in `jax.grad`. The gradients of
+        integer leaves are `float0` zeros.
+      batch_argnums: The positions of the arguments with a leading example axis, which can be
+        pytrees of arrays or PRNG keys. If None, all arguments except `argnums` are used. Note that
+        a key in another argument is the same for all microbatches. For noise, you should pass
+        `jax.random.split(key, examples)` as a batch argument.
+      has_aux: If True, `loss_fn` returns `(loss, aux)`.
+      microbatch_size: The number of examples in a microbatch. It must divide the batch size
+        because the norms of microbatches with different sizes are not comparable.
+      weight: A function of the batch arguments that returns the weight of a microbatch, for example
+        its number of tokens. Defaults to the number of examples. A microbatch with weight 0 does
+        not change the result, even if its loss is non-finite. The results are NaN if a weight is
+        negative or NaN, or all weights are 0.
+      clip: A transformation of the gradients of microbatches, or a threshold for their global norm,
+        as in `optaxclip.clip_by`. The state of a transformation is passed from one microbatch to
+        the next, and rejected microbatches do not change it.
+      reject_rule: The rule that rejects microbatches. If "nonfinite" (the default), microbatches
+        with a non-finite loss or gradient norm are rejected. A number, a schedule or a rule from
+        `optaxclip.thresholds` also rejects norms above that threshold. If None, all microbatches
+        are used. The loss and the gradients are NaN when all microbatches are rejected. You can use
+        `optaxclip.skip_nonfinite` to skip such a step.
+      compute_norms: If False, norms are not computed. You can then use neither `clip` nor
+        `reject_rule`, and `norm` and `noise` are NaN. Note that `jax_debug_nans` raises an error if
+        a compiled function returns them. Without `weight`, not only the mean of the gradients but
+        also their sum must be finite.
+      dtype: The dtype of sums and gradients, float32 or wider. The sums of float64 and complex
+        leaves are float64 and complex.
+      axis_name: The names of the mapped axes that shard the batch, inside `pmap`,
+        `vmap(axis_name=)` and `shard_map(check_vma=False)`.
+      specs: The sharding of the parameters, as in `optaxclip.ShardingOptions`, for types that do
+        not contain it. None means that the parameters are replicated if you must use `axis_name`.
 
     Returns:
       A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`.
-      `value` is the mean loss, float[], or with `has_aux` the pair `(value, aux)`; `grads` is the
-      tree of gradients, `accumulated` an `Accumulated`. Pass its `state` to the next step; the
-      method `init(*args)` makes the first one. Without a state each call begins with a fresh one,
-      which is an error if a threshold depends on earlier steps. Call the function inside of
-      `jax.jit`: otherwise the loop is compiled again at each call.
+      `value` is the mean loss, float[], or the pair `(value, aux)` with `has_aux`. `grads` is the
+      tree of gradients, and `accumulated` is an `Accumulated`. You should pass its `state` to the
+      next step, and use the method `init(*args)` to create the state for the first step. Without a
+      state, calls start with a new state, which is an error for thresholds that depend on earlier
+      steps. The function should be called inside `jax.jit`. Otherwise, all calls compile the loop
+      again.
 
     Raises:
-      ValueError: for a microbatch size below 1, an unknown name, a threshold that is negative or
-        NaN, a narrow dtype, and `compute_norms=False` with a clip or a rule; when called, for the
-        state None if a threshold depends on earlier steps, a batch that is empty or that the size
-        does not divide, arguments that do not share an axis of examples, positions that do not
-        exist or come twice, a loss or weight that is not a scalar, a weight that is known not to be
-        above 0, a clip that returns another tree, and a missing `axis_name`.
-      TypeError: if `loss_fn` or `weight` is not a function, `clip` neither a transformation nor a
-        threshold, `reject` not a rule, or a position or size not an int; when called, for a loss or
-        a weight that is not a real number, `specs` that hold something other than specs, or a model
-        of Flax NNX or Equinox that holds more than its parameters (`docs/recipes/modules.md`).
+      ValueError: If the microbatch size is below 1, a name is unknown, a threshold is negative or
+        NaN, `dtype` is too narrow, or `compute_norms=False` is used with `clip` or `reject_rule`.
+        The returned function raises it for an empty batch, a batch size that is not divisible by
+        the microbatch size, batch arguments with different numbers of examples, invalid or repeated
+        positions, a loss or weight that is not a scalar, a constant weight that is not above 0, a
+        clip that changes the structure of the gradients, a missing `axis_name`, and a missing state
+        for a threshold that depends on earlier steps.
+      TypeError: If `loss_fn` or `weight` is not a function, `clip` is not a transformation or
+        threshold, `reject_rule` is not a rule, or a position or size is not an int. The returned
+        function raises it for a loss or weight that is not a real number, `specs` with values that
+        are not specs, and models of Flax NNX or Equinox that contain more than their parameters
+        (see `docs/recipes/modules.md`).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -139,93 +178,89 @@ def value_and_grad(
       >>> print(value, grads, accumulated.weight, accumulated.rejected)
       11.666667 -6.0 [2. 1. 2.] [False False  True]
     """
-    roles = check_argnums(argnums, batch_argnums)
+    positions = check_argnums(argnums, batch_argnums)
     size = check_int(microbatch_size, 1, "microbatch_size")
-    places, wide = DataSharding(normalize_axis_names(axis_name), specs), _check_dtype(dtype)
+    sharding = DataSharding(normalize_axis_names(axis_name), specs)
+    sum_dtype = jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    if not jnp.issubdtype(sum_dtype, jnp.floating) or sum_dtype.itemsize < 4:
+        raise ValueError(
+            "dtype must be float32 or wider because narrower sums lose small gradients, got "
+            f"{sum_dtype}"
+        )
     for argument, fn in (("loss_fn", loss_fn), ("weight", weight)):
         if fn is not None and not callable(fn):
             raise TypeError(f"{argument} must be a function, got {fn!r:.80}")
-    loss = MicrobatchLoss(loss_fn, weight, check_bool(has_aux, "has_aux"), wide, places)
-    judge = MicrobatchProcessor.create(clip, reject_rule, compute_norms, places)
-    return ValueAndGrad(loss, judge, *roles, size)
+    loss = MicrobatchLoss(loss_fn, weight, check_bool(has_aux, "has_aux"), sum_dtype)
+    processor = MicrobatchProcessor.create(clip, reject_rule, compute_norms, sharding)
+    return ValueAndGrad(loss, processor, *positions, size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ValueAndGrad:
-    """What `value_and_grad` makes: `fn(*args, state=None)` of the arguments of a loss."""
+    """The result of `value_and_grad`, a function `fn(*args, state=None)` of the loss arguments."""
 
     _loss: MicrobatchLoss
-    _judge: MicrobatchProcessor
+    _processor: MicrobatchProcessor
     _argnums: int | tuple[int, ...]
     _batch_argnums: int | tuple[int, ...] | None
     _size: int
 
     def init(self, *args: Any) -> AccumulateState:
-        """The state before the first step, for a loop or a checkpoint."""
-        roles = LossArguments.split(args, self._argnums, self._batch_argnums)
-        return self._judge.init(self._cast_params(flatten_params(roles.params)))
+        """Returns the state before the first step, for a loop or a checkpoint."""
+        split_args = LossArguments.split(args, self._argnums, self._batch_argnums)
+        params = flatten_params(split_args.params)
+        arrays = [jnp.asarray(x) for x in params.inexact_leaves()]
+        # The clip uses gradients in the dtypes of the sums, so its state also has these dtypes.
+        wide = [x.astype(self._loss.accumulator_dtype(x.dtype)) for x in arrays]
+        return self._processor.init(params.unflatten(wide))
 
     def __call__(
         self, *args: Any, state: AccumulateState | None = None
     ) -> tuple[Any, PyTree, Accumulated]:
-        """The mean loss (and aux), the mean gradient, and an `Accumulated`."""
-        self._loss.places.check(NAME)
-        roles = LossArguments.split(args, self._argnums, self._batch_argnums)
-        params = flatten_params(roles.params)
+        """Returns the mean loss (and aux), the mean gradient and an `Accumulated`."""
+        self._processor.sharding.check()
+        split_args = LossArguments.split(args, self._argnums, self._batch_argnums)
+        params = flatten_params(split_args.params)
         params = params.replace_leaves([jnp.asarray(x) for x in params.inexact_leaves()])
-        remedy = "Pass accumulated.state of the last step, at the first one grad_fn.init(*args)"
+        remedy = (
+            "pass accumulated.state of the previous step, or grad_fn.init(*args) in the first step"
+        )
         if state is None:
-            state = self._judge.init(self._cast_params(params))
-            if is_stateful(state):
+            state = self.init(*args)
+            nodes = jax.tree.leaves(state.clip, is_leaf=lambda x: isinstance(x, ClipState))
+            rules = [node.rule for node in nodes if isinstance(node, ClipState)]
+            if jax.tree.leaves([state.reject, *rules]):
                 raise ValueError(
-                    f"{NAME}: got the state None, and with a fresh state at each step what judges "
-                    f"the microbatches would never learn of earlier steps. {remedy}"
+                    f"{NAME}: state must be the state of the previous step if a threshold depends "
+                    f"on earlier steps, got None; {remedy}"
                 )
         check_state(state, AccumulateState, NAME, remedy)
-        cut = self._split_batch(roles.batch)
-        loss = self._loss.use_wide_dtype(params)
-        means = scan_microbatches(loss, self._judge, roles, params, cut, state)
-        row, grads = means.row, params.replace_with_float0().replace_leaves(means.leaves)
-        if self._judge.computes_norms:
-            norm, noise = row.norm, row.noise(self._judge.compute_norm(grads))
+        split = self._split_batch(split_args.batch)
+        means, state, stats, aux = scan_microbatches(
+            self._loss, self._processor, split_args, params, split, state
+        )
+        grads = params.replace_with_float0().replace_leaves(means)
+        if self._processor.computes_norms:
+            norm, noise = stats.norm, stats.noise(self._processor.compute_norm(grads))
         else:
-            # NaN, because nothing was measured. It is made from outputs of the loop, because XLA on
-            # a GPU (JAX 0.10.2) needs more memory for a loop that does not return them.
-            norm = where_or_nan(row.rejected, row.norm)
-            noise = NoiseSums(*[nan_like(row.weight[0])] * 2)
-        value = row.mean(row.loss)
-        info = Accumulated(norm, row.weight, row.rejected, row.loss, means.aux, means.state, noise)
-        return (value, means.aux) if self._loss.has_aux else value, grads.tree(), info
+            # NaNs are computed from outputs of the loop because XLA on GPUs uses more memory for a
+            # loop if its outputs are unused (as of JAX 0.10.2).
+            norm = where_or_nan(stats.rejected, stats.norm)
+            noise = NoiseSums(*[nan_like(stats.weight[0])] * 2)
+        value = stats.mean(stats.loss)
+        info = Accumulated(norm, stats.weight, stats.rejected, stats.loss, aux, state, noise)
+        return (value, aux) if self._loss.has_aux else value, grads.tree(), info
 
     def _split_batch(self, batch: tuple[Any, ...]) -> MicrobatchSplit:
-        """The batch, cut into microbatches."""
         examples = get_batch_size(flatten(batch, "the batch"), "the batch")
         if not examples:
-            raise ValueError("the batch has no examples, so it has no gradient; pass at least one")
+            raise ValueError("the batch must have at least one example, got 0 examples")
         number, rest = divmod(examples, self._size)
         if rest:
-            part = " that a device has" if meshes.manual_axes() else ""
-            fits = max(n for n in range(1, self._size + 1) if examples % n == 0)
+            part = " of a device" if meshes.manual_axes() else ""
+            divisor = max(n for n in range(1, self._size + 1) if examples % n == 0)
             raise ValueError(
-                f"microbatch_size must divide the batch{part}, got {self._size} for {examples} "
-                f"examples: pass {fits}, or fill the batch up with examples that weight= does not "
-                "count. Norms of microbatches are judged by each other, so all must have one size; "
-                "per_example.clipped_grad, which judges none, takes any"
+                f"microbatch_size must divide the batch size{part}, got {self._size} for "
+                f"{examples} examples; use {divisor} or pad the batch with examples of weight 0"
             )
         return MicrobatchSplit.split(batch, self._size, number)
-
-    def _cast_params(self, params: FlatTree) -> PyTree:
-        """The parameters in the dtypes of the sums, which the clip's gradients have too."""
-        arrays = [jnp.asarray(x) for x in params.inexact_leaves()]
-        return params.unflatten([x.astype(self._loss.accumulator_dtype(x.dtype)) for x in arrays])
-
-
-def _check_dtype(dtype: Any) -> jnp.dtype:
-    """A real dtype of 32 bits or more."""
-    wide = jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    if not jnp.issubdtype(wide, jnp.floating) or wide.itemsize < 4:
-        raise ValueError(
-            f"dtype must be float32 or wider, because narrower sums lose small gradients, got "
-            f"{wide}"
-        )
-    return wide

@@ -1,5 +1,6 @@
-"""Means over the microbatches that count, and noise sums."""
+"""The loop over microbatches, which computes weighted means of gradients."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import chex
@@ -11,222 +12,202 @@ import optaxclip._backend.meshes as meshes
 from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import scan_on_mesh
 from optaxclip._backend.meshes import Axes
-from optaxclip._base.numerics import divide_by_pow2, divide_no_nan, floor_pow2
-from optaxclip._base.state import register_state
+from optaxclip._base.numerics import divide_by_pow2, divide_no_nan, floor_pow2, norm_dtype
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
-from optaxclip._loss_arguments import LossArguments, MicrobatchSplit
-from optaxclip.accumulate.loss import MicrobatchGrad, MicrobatchLoss
-from optaxclip.accumulate.rejection import AccumulateState, MicrobatchProcessor, ProcessedMicrobatch
-from optaxclip.monitor._noise_scale import NoiseSums, where_or_nan
-
-
-@register_state
-class Accumulated(NamedTuple):
-    """What became of the `k` microbatches of a batch; the `i`-th has the examples `i`, `i + k`, ...
-
-    Attributes:
-      norm: float[k], the norm of each gradient before the clip, over all leaves and devices; NaN
-        with `compute_norms=False`.
-      weight: float[k], how much each one counts: its number of examples, or what `weight=` returns.
-      rejected: bool[k], which ones were left out. A microbatch of weight 0 adds nothing, but does
-        not count as rejected.
-      loss: float[k], the loss of each one.
-      aux: what else the losses returned, `[k, ...]`; None without `has_aux`.
-      state: an `AccumulateState`, to be passed to the next step. It holds the clip's own state,
-        with the record of the last microbatch that was not rejected.
-      noise: for `optaxclip.monitor.noise_scale`, in units of the weights; NaN with
-        `compute_norms=False`, and if fewer than two microbatches count. `jax_debug_nans` stops at a
-        `jit` that returns such a NaN, because it checks all that a compiled function returns.
-    """
-
-    norm: Array
-    weight: Array
-    rejected: Array
-    loss: Array
-    aux: PyTree
-    state: AccumulateState
-    noise: NoiseSums
-
-
-class MicrobatchStats(NamedTuple):
-    """What is kept of each microbatch: scalars, which `scan` stacks to `[k]`."""
-
-    norm: Array
-    norm_after: Array
-    weight: Array
-    rejected: Array
-    loss: Array
-
-    @classmethod
-    def values(cls, found: MicrobatchGrad, judgement: ProcessedMicrobatch) -> "MicrobatchStats":
-        """The row of one microbatch."""
-        weight = jnp.asarray(found.weight)
-        return cls(judgement.norm, judgement.norm_after, weight, judgement.is_rejected, found.value)
-
-    @property
-    def is_counted(self) -> Array:
-        """Which microbatches count in the means: bool."""
-        return ~self.rejected & (self.weight != 0)
-
-    def mean(self, of: Array) -> Array:
-        """The weighted mean over the microbatches that count; NaN if none does."""
-        known = jnp.where(self.is_counted, of, 0)
-        # No sum overflows, because numbers are divided by a power of two near the largest of them.
-        unit = floor_pow2(jnp.max(jnp.abs(known)))
-        weights, _ = self._weights
-        return jnp.sum(weights * divide_by_pow2(known, unit)) / jnp.sum(weights) * unit
-
-    @property
-    def _weights(self) -> tuple[Array, Array]:
-        """The weights that count, divided by a power of two near the largest, and that power."""
-        weights = jnp.where(self.is_counted, self.weight, 0)
-        unit = floor_pow2(jnp.max(weights))
-        return divide_by_pow2(weights, unit), unit
-
-    def noise(self, norm_of_mean: Array) -> NoiseSums:
-        """The noise sums, from the norm of the mean gradient."""
-        norms = jnp.where(self.is_counted, self.norm_after, 0)
-        # The norm of the mean is at most the largest norm. All norms are divided by a power of two
-        # near the largest, so that no square and no sum of squares leaves the range.
-        unit = floor_pow2(jnp.max(norms))
-        square = self.mean(jnp.square(divide_by_pow2(norms, unit)))
-        square_of_mean = jnp.square(divide_by_pow2(norm_of_mean, unit))
-        # The weighted mean of the squared norms estimates `signal + variance / small` without bias,
-        # even if weights differ.
-        weights, unit_of_weights = self._weights
-        large = jnp.sum(weights)
-        small = large / jnp.sum(self.is_counted, dtype=large.dtype)
-        is_known = large > small
-        spread = jnp.where(is_known, large - small, 1)
-        signal = (large * square_of_mean - small * square) / spread
-        variance = (square - square_of_mean) * (small * (large / spread))
-        # In this order no product leaves the range unless the result does.
-        signal, variance = signal * unit * unit, variance * unit * unit_of_weights * unit
-        return NoiseSums(*(where_or_nan(is_known, x) for x in (signal, variance)))
-
-
-class ScanResult(NamedTuple):
-    """The weighted means of the gradients that count, the last state, and the rows of all."""
-
-    leaves: list[Array]
-    state: AccumulateState
-    row: MicrobatchStats
-    aux: PyTree
+from optaxclip._loss_arguments import LossArguments, MicrobatchSplit, loss_and_aux
+from optaxclip.accumulate.microbatch import (
+    AccumulateState,
+    MicrobatchLoss,
+    MicrobatchProcessor,
+    MicrobatchStats,
+)
 
 
 def scan_microbatches(
     loss: MicrobatchLoss,
-    judge: MicrobatchProcessor,
-    roles: LossArguments,
+    processor: MicrobatchProcessor,
+    args: LossArguments,
     params: FlatTree,
-    cut: MicrobatchSplit,
+    split: MicrobatchSplit,
     state: AccumulateState,
-) -> ScanResult:
-    """The means over all microbatches and devices."""
-    axes = (
-        Axes() if judge.computes_norms else loss.places.get_deferred_psum_axes(params, roles.batch)
+) -> tuple[list[Array], AccumulateState, MicrobatchStats, PyTree]:
+    """Returns the means over microbatches and devices, the last state, and stacked values."""
+    leaves, sharding = params.inexact_leaves(), processor.sharding
+    dtypes = [loss.accumulator_dtype(x.dtype) for x in leaves]
+    # Losses and weights use the widest dtype of the sums.
+    loss = dataclasses.replace(loss, dtype=norm_dtype([loss.dtype, *(x.dtype for x in leaves)]))
+    axes = Axes()
+    if not processor.computes_norms:
+        axes = sharding.get_deferred_psum_axes(params, args.batch)
+    accumulation = _Accumulation(
+        loss,
+        processor,
+        args,
+        params,
+        split,
+        axes,
+        leaves=[sharding.vary(x, axes) for x in leaves],
+        dtypes=dtypes,
+        param_norm=processor.compute_param_norm(args.params),
     )
-    dtypes = [loss.accumulator_dtype(x.dtype) for x in params.inexact_leaves()]
-    measured = [loss.places.vary(x, axes) for x in params.inexact_leaves()]
-    param_norm = judge.param_norm(roles.params)
-    loss_and_grad_fn = loss.local_loss_and_grad if axes else loss.global_loss_and_grad
-    # If all microbatches count alike and none is left out, gradients are added as they are: XLA can
-    # then sum over devices once, after the loop.
-    is_plain = loss.weight is None and not judge.computes_norms and not axes
+    start, closed_over = (accumulation.init(), state), (accumulation.leaves, args.batch)
+    indices = jnp.arange(split.num_microbatches)
+    (means, state), (stats, aux) = scan_on_mesh(accumulation.step, start, indices, closed_over)
+    means, stats = accumulation.finish(means, stats)
+    chex.assert_shape(means, [x.shape for x in leaves])
+    chex.assert_type(means, dtypes)
+    chex.assert_shape(list(stats), (split.num_microbatches,))
+    return means, state, stats, aux
 
-    def cast_and_shard(leaves: list[Array]) -> list[Array]:
-        """Leaves in the dtypes of the sums, split over devices as the parameters are."""
-        rows = zip(leaves, measured, dtypes, strict=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Accumulation:
+    """The values that do not change in the loop over microbatches."""
+
+    loss: MicrobatchLoss
+    processor: MicrobatchProcessor
+    args: LossArguments
+    params: FlatTree
+    split: MicrobatchSplit
+    axes: Axes  # the axes over which gradients are summed once, after the loop
+    leaves: list[Array]  # the differentiated leaves
+    dtypes: list[jnp.dtype]  # the dtypes of the sums of their gradients
+    param_norm: Array | None  # the norm of the parameters, if the rejection rule uses it
+
+    def init(self) -> "_Means":
+        """Returns means without microbatches."""
+        zeros = self._cast_and_shard([jnp.zeros_like(x) for x in self.leaves])
+        zero = self.processor.sharding.vary(jnp.zeros((), self.loss.dtype), self.axes)
+        return _Means(zeros, zero, zero)
+
+    def step(self, carry: Any, i: Array) -> tuple[Any, tuple[MicrobatchStats, PyTree]]:
+        """Adds microbatch `i` to the means."""
+        means, state = carry
+        loss, weight, leaves, aux = self._loss_and_grad(self.split.microbatch(i))
+        grads = self.params.replace_with_float0().replace_leaves(self._cast_and_shard(leaves))
+        leaves, stats, state = self.processor.process(
+            grads, loss, weight, state, self.args.params, self.param_norm
+        )
+        if self._is_plain_sum:
+            means = means._replace(leaves=jax.tree.map(jnp.add, means.leaves, leaves))
+        else:
+            counted = jnp.where(stats.is_counted, stats.weight, 0)
+            counted = self.processor.sharding.vary(counted, self.axes)
+            means = means.add(leaves, counted)
+        return (means, state), (stats, aux)
+
+    def finish(
+        self, means: "_Means", stats: MicrobatchStats
+    ) -> tuple[list[Array], MicrobatchStats]:
+        """Returns the means and statistics for all devices."""
+        # Means have the shapes of the parameters, and the statistics are arrays `[microbatches]`.
+        if self._is_plain_sum:
+            return [x / self.split.num_microbatches for x in means.leaves], stats
+        if not self.axes:
+            return [jnp.where(means.weight > 0, x, jnp.nan) for x in means.leaves], stats
+        # The losses, weights and means are still those of one device. All weights are at most twice
+        # `unit`. They are divided by a bound of their sum over devices, which cannot overflow then.
+        largest = jnp.asarray(float(self.split.size), self.loss.dtype)
+        if self.loss.weight is not None:
+            largest = meshes.pmax(means.largest, self.axes)
+        unit = floor_pow2(largest)
+        axes = self.processor.sharding.axes_of(stats.loss)
+        fraction = divide_by_pow2(stats.weight, unit) / (2 * meshes.axis_size(axes))
+        weighted = jnp.where(fraction == 0, 0, fraction * stats.loss)
+        weight, total, loss = (meshes.psum(x, axes) for x in (stats.weight, fraction, weighted))
+        stats = stats._replace(weight=weight, loss=loss / total)
+
+        bound = 2 * len(stats.weight) * meshes.axis_size(self.axes)
+        own = means.weight * divide_by_pow2(floor_pow2(means.largest), unit) / bound
+        total = jnp.sum(divide_by_pow2(stats.weight, unit)) / bound
+        sums = [meshes.psum(_multiply(x, own), self.axes) for x in means.leaves]
+        return [_multiply(x, 1 / total) for x in sums], stats
+
+    @property
+    def _is_plain_sum(self) -> bool:
+        # If all microbatches have the same weight and none is rejected, gradients are summed
+        # without weights. XLA can then sum over devices once, after the loop.
+        return self.loss.weight is None and not self.processor.computes_norms and not self.axes
+
+    def _cast_and_shard(self, leaves: list[Array]) -> list[Array]:
+        """Casts leaves to the dtypes of the sums, and shards them like the parameters."""
+        rows = zip(leaves, self.leaves, self.dtypes, strict=True)
         return [meshes.shard_like(x.astype(dtype), like) for x, like, dtype in rows]
 
-    def body(carry: Any, i: Array) -> tuple[Any, tuple[MicrobatchStats, PyTree]]:
-        means, state = carry
-        found = loss_and_grad_fn(roles, params, cut.size, measured, cut.microbatch(i))
-        leaves = cast_and_shard(found.leaves)
-        grads = params.replace_with_float0().replace_leaves(leaves)
-        judgement = judge(grads, found.value, found.weight, state, roles.params, param_norm)
-        row = MicrobatchStats.values(found, judgement)
-        if is_plain:
-            means = means._replace(leaves=jax.tree.map(jnp.add, means.leaves, judgement.leaves))
-        else:
-            own = loss.places.vary(jnp.where(row.is_counted, row.weight, 0), axes)
-            means = means.added(judgement.leaves, own)
-        return (means, judgement.state), (row, found.aux)
+    def _loss_and_grad(
+        self, microbatch: tuple[Any, ...]
+    ) -> tuple[Array, Array, list[Array], PyTree]:
+        """Computes the loss, weight, gradient and aux of a microbatch.
 
-    zeros = cast_and_shard([jnp.zeros_like(x) for x in measured])
-    none = loss.places.vary(jnp.zeros((), loss.dtype), axes)
-    start, beside = (_Means(zeros, none, none), state), (measured, roles.batch)
-    (means, state), (row, aux) = scan_on_mesh(body, start, jnp.arange(cut.num_microbatches), beside)
-    if is_plain:
-        leaves = [x / cut.num_microbatches for x in means.leaves]
-    elif axes:
-        largest = jnp.asarray(float(cut.size), loss.dtype)
-        if loss.weight is not None:
-            largest = meshes.pmax(means.largest, axes)
-        row = _reduce_losses(row, loss.places.axes_of(row.loss), floor_pow2(largest))
-        leaves = means.over_devices(axes, row, largest)
-    else:
-        leaves = [jnp.where(means.weight > 0, x, jnp.nan) for x in means.leaves]
-    chex.assert_shape(leaves, [x.shape for x in measured])
-    chex.assert_type(leaves, dtypes)
-    chex.assert_shape(list(row), (cut.num_microbatches,))
-    return ScanResult(leaves, state, row, aux)
+        They are those of the whole microbatch, or of the part of this device if the sums over
+        devices are deferred.
+        """
+        sharding, dtype = self.processor.sharding, self.loss.dtype
+        weight = self.loss.call_weight(microbatch, self.split.size)
+
+        def loss_fn(leaves: list[Array]) -> tuple[Array, PyTree]:
+            value, aux = loss_and_aux(
+                self.loss.fn,
+                self.args.merge(self.params.unflatten(leaves), microbatch),
+                {},
+                has_aux=self.loss.has_aux,
+                description="the mean loss of a microbatch",
+            )
+            if self.axes:
+                return value, aux
+            # The loss of the whole microbatch is the sum of these terms over devices.
+            axes, value = sharding.axes_of(value, weight), value.astype(dtype)
+            return value * (weight / sharding.psum(weight, axes)) if axes else value, aux
+
+        (value, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(self.leaves)
+        if self.axes:
+            if meshes.has_vma_tracking():
+                # If the loss is equal on several devices, their weights are added.
+                axes = sharding.axes_of(weight) - sharding.axes_of(value)
+                weight = sharding.psum(weight, axes)
+            return value.astype(dtype), weight, grads, aux
+        axes = sharding.axes_of(value, weight)
+        if axes and not meshes.has_vma_tracking():  # with tracking, JAX has summed the gradients
+            rows = zip(grads, sharding.get_axes_to_psum(self.params, axes), strict=True)
+            grads = [meshes.psum(x, over) for x, over in rows]
+        return sharding.psum(value, axes), sharding.psum(weight, axes), grads, aux
 
 
 class _Means(NamedTuple):
-    """Weighted means of gradients, and the weight that they stand for.
+    """Weighted means of gradients.
 
     Attributes:
-      leaves: the means.
-      weight: the sum of the weights, in units of a power of two near the largest weight, because
-        the sum itself may overflow.
-      largest: the largest weight.
+      leaves: The means.
+      weight: The sum of the weights divided by a power of two near the largest weight because the
+        sum itself could overflow.
+      largest: The largest weight.
     """
 
     leaves: list[Array]
-    weight: Array
-    largest: Array
+    weight: Array  # []
+    largest: Array  # []
 
-    def added(self, leaves: list[Array], own: Array) -> "_Means":
-        """The means with one more gradient of this weight; they are finite if both are."""
-        largest = jnp.maximum(self.largest, own)
+    def add(self, leaves: list[Array], weight: Array) -> "_Means":
+        """Adds a gradient with a weight. The means are finite if both gradients are."""
+        largest = jnp.maximum(self.largest, weight)
         unit = floor_pow2(largest)
         before = self.weight * divide_by_pow2(floor_pow2(self.largest), unit)
-        own = divide_by_pow2(own, unit)
-        weight = before + own
-        old_share, new_share = (divide_no_nan(x, weight, 0.0) for x in (before, own))
+        added = divide_by_pow2(weight, unit)
+        total = before + added
+        old_fraction, new_fraction = (divide_no_nan(x, total, 0.0) for x in (before, added))
 
-        def moved(mean: Array, x: Array) -> Array:
-            # Moved from the array with the larger share, so that equal arrays keep their value, and
-            # by halves, because the difference of two large numbers may overflow.
-            is_new = new_share > old_share
+        def update_mean(mean: Array, x: Array) -> Array:
+            # Start from the array with the larger weight, so that the mean of equal arrays is
+            # exact, and use halves because the difference of two large numbers can overflow.
+            is_new = new_fraction > old_fraction
             start, end = jnp.where(is_new, x, mean), jnp.where(is_new, mean, x)
             path = scale_by_real(end, 0.5) - scale_by_real(start, 0.5)
-            move = start + _times(path, 2 * jnp.minimum(old_share, new_share))
-            return jnp.where(new_share == 0, mean, jnp.where(old_share == 0, x, move))
+            moved = start + _multiply(path, 2 * jnp.minimum(old_fraction, new_fraction))
+            return jnp.where(new_fraction == 0, mean, jnp.where(old_fraction == 0, x, moved))
 
-        return _Means(list(map(moved, self.leaves, leaves)), weight, largest)
-
-    def over_devices(self, axes: Axes, row: MicrobatchStats, largest: Array) -> list[Array]:
-        """The means over all devices, from the rows and the largest weight of all devices."""
-        unit = floor_pow2(largest)
-        # Divided by an upper bound of the weight of all devices, so that no sum overflows.
-        most = 2 * len(row.weight) * meshes.axis_size(axes)
-        own = self.weight * divide_by_pow2(floor_pow2(self.largest), unit) / most
-        whole = jnp.sum(divide_by_pow2(row.weight, unit)) / most
-        leaves = [meshes.psum(_times(x, own), axes) for x in self.leaves]
-        return [_times(x, 1 / whole) for x in leaves]
+        return _Means(list(map(update_mean, self.leaves, leaves)), total, largest)
 
 
-def _times(x: Array, share: Array) -> Array:
-    return scale_by_real(x, share.astype(jnp.finfo(x.dtype).dtype))
-
-
-def _reduce_losses(row: MicrobatchStats, axes: Axes, unit: Array) -> MicrobatchStats:
-    """The losses and weights of all devices, from those of each, none above twice the unit."""
-    share = divide_by_pow2(row.weight, unit) / (2 * meshes.axis_size(axes))
-    weighted = jnp.where(share == 0, 0, share * row.loss)
-    sums = (meshes.psum(x, axes) for x in (row.weight, share, weighted))
-    weight, whole, loss = sums
-    return row._replace(weight=weight, loss=loss / whole)
+def _multiply(x: Array, factor: Array) -> Array:
+    return scale_by_real(x, factor.astype(jnp.finfo(x.dtype).dtype))

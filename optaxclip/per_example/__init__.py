@@ -31,14 +31,14 @@ is wrong for shuffled data. Pad batches of varying size to one shape, and mark t
 """
 
 from optaxclip.per_example._aggregate import PerExampleState as PerExampleState
-from optaxclip.per_example._clip_sum import PerExampleResult as PerExampleResult
+from optaxclip.per_example._batched_clip import PerExampleResult as PerExampleResult
 from optaxclip.per_example._clip_sum import clip_sum as clip_sum
 from optaxclip.per_example._clipped_grad import ClippedGrad as ClippedGrad
 from optaxclip.per_example._clipped_grad import clipped_grad as clipped_grad
 from optaxclip.per_example._grad_norms import GradNorms as GradNorms
 from optaxclip.per_example._grad_norms import explain as explain
 from optaxclip.per_example._grad_norms import grad_norms as grad_norms
+from optaxclip.per_example._noise import QuantileThreshold as QuantileThreshold
+from optaxclip.per_example._noise import adjust_noise_multiplier as adjust_noise_multiplier
 from optaxclip.per_example._noise import noisy_mean as noisy_mean
-from optaxclip.per_example._quantile import QuantileThreshold as QuantileThreshold
-from optaxclip.per_example._quantile import adjust_noise_multiplier as adjust_noise_multiplier
-from optaxclip.per_example._quantile import quantile_threshold as quantile_threshold
+from optaxclip.per_example._noise import quantile_threshold as quantile_threshold

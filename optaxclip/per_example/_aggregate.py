@@ -25,8 +25,14 @@ from optaxclip.per_example._clip_sum import (
     padding_flags,
     sum_tree,
 )
-from optaxclip.per_example._noise import add_noise, is_key, is_zero, warn_of_shared_noise
-from optaxclip.per_example._quantile import QuantileThreshold, adjust_noise_multiplier
+from optaxclip.per_example._noise import (
+    QuantileThreshold,
+    add_noise,
+    adjust_noise_multiplier,
+    is_key,
+    is_zero,
+    warn_of_shared_noise,
+)
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 from optaxclip.thresholds._adaptive import cast_to_float32, check_minimum
@@ -73,10 +79,10 @@ def per_example_clip_and_aggregate(
 
     The transformation must be the first stage of a chain and requires gradients with a leading
     example axis, as `optax.contrib.differentially_private_aggregate`. The guarantees are those of
-    `clip_sum`. Do not wrap it in `optax.MultiSteps`, which passes means without examples. For
-    microbatches, use `clipped_grad` and `noisy_mean`. The noise is Gaussian with a standard
-    deviation of `noise_multiplier` times the threshold. It is drawn and added in float32 or wider,
-    and the results are then rounded to the dtypes of the updates.
+    `clip_sum`. You should not wrap it in `optax.MultiSteps`, which passes means without examples.
+    You can use `clipped_grad` and `noisy_mean` for microbatches instead. The noise is Gaussian with
+    a standard deviation of `noise_multiplier` times the threshold. It is drawn and added in float32
+    or wider, and the results are then rounded to the dtypes of the updates.
 
     The privacy of a run depends on the sampling of the batches and the number of steps. You can use
     an accountant to compute it (see `optaxclip.per_example`). Note that the random generators of
@@ -98,7 +104,7 @@ def per_example_clip_and_aggregate(
         `static_args=("noise_multiplier",)`.
       reduction: "mean" (the default) or "sum".
       batch_size: The divisor of the mean. Defaults to the number of examples that are not padding.
-        With Poisson sampling, use the expected number, because the true number is not private.
+        Use the expected number for Poisson sampling, because the true number is not private.
       scope: The scope that defines the elements of an example that share a norm. Defaults to all
         elements.
       response: The response to a norm above its threshold, as in `clip_sum`.
@@ -219,29 +225,23 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
             )
         return None
     if np.shape(key) == () and is_real(key) and jnp.issubdtype(jnp.result_type(key), jnp.integer):
-        return _make_key(key)
+        # JAX truncates seeds to 32 bits (as of JAX 0.10.2), so the higher words and the sign of
+        # negative ints are folded in.
+        if isinstance(key, Tracer) or -(2**31) <= int(key) < 2**32:
+            return jax.random.key(key)
+        result, rest = jax.random.key(int(key) & 0xFFFFFFFF), int(key) >> 32
+        while rest not in (0, -1):
+            result, rest = jax.random.fold_in(result, np.uint32(rest & 0xFFFFFFFF)), rest >> 32
+        return result if int(key) >= 0 else jax.random.fold_in(result, 0)
     if not is_key(key):
         raise TypeError(f"key must be one key from jax.random, or an int, got {key!r}")
     return jnp.asarray(key)
 
 
-def _make_key(seed: Any) -> Array:
-    """Creates a key from all bits of an int, which JAX truncates to 32 bits (as of JAX 0.10.2)."""
-    if isinstance(seed, Tracer) or -(2**31) <= int(seed) < 2**32:
-        return jax.random.key(seed)
-    low, rest = int(seed) & 0xFFFFFFFF, int(seed) >> 32
-    # The higher words, and the sign of negative ints, are folded in.
-    key = jax.random.key(low)
-    while rest not in (0, -1):
-        key, rest = jax.random.fold_in(key, np.uint32(rest & 0xFFFFFFFF)), rest >> 32
-    return key if int(seed) >= 0 else jax.random.fold_in(key, 0)
-
-
 _HINT = (
     "pass the gradients of examples, as from jax.vmap(jax.grad(loss_fn), (None, 0)). Note that "
-    "optax.MultiSteps cannot wrap per_example_clip_and_aggregate, because it passes a mean without "
-    "examples. For microbatches, use per_example.clipped_grad(microbatch_size=) and "
-    "per_example.noisy_mean"
+    "optax.MultiSteps cannot wrap per_example_clip_and_aggregate, because it passes a mean. For "
+    "microbatches, use per_example.clipped_grad(microbatch_size=) and per_example.noisy_mean"
 )
 
 
@@ -267,9 +267,8 @@ def _check_sums_replicated(flat: FlatTree) -> None:
     axes = meshes.tree_varying_axes(leaves) if meshes.has_vma_tracking() else manual
     if axes:
         raise ValueError(
-            "updates must be the same on all devices, but the sums of per_example_clip_and_"
-            f"aggregate differ along {sorted(axes)}, and noise from one key would cancel in their "
-            "differences; inside shard_map and pmap, use clipped_grad (or clip_sum), then "
+            "updates must be the same on all devices, got sums that differ along "
+            f"{sorted(axes)} and would share their noise; use clipped_grad or clip_sum, "
             "jax.lax.psum(result.grads, ...) and per_example.noisy_mean, or call this stage under "
             "jit"
         )

@@ -16,8 +16,9 @@ from optaxclip._backend.leaf_shardings import LeafShardings
 from optaxclip._backend.meshes import example_out_specs
 from optaxclip._backend.packing import arrange_by_layout
 from optaxclip._base.numerics import accumulation_dtype, split_complex
+from optaxclip._base.state import register_state
 from optaxclip._base.trees import Grouping
-from optaxclip._base.types import NormTree
+from optaxclip._base.types import NormTree, PyTree
 from optaxclip._engine.measure import ScaledNorms, measure
 from optaxclip._engine.plan import Plan
 from optaxclip._engine.scale import Multiplier, compute_multiplier, scale
@@ -26,23 +27,55 @@ from optaxclip.responses import Response
 
 
 class ClippedSums(NamedTuple):
-    """The sum of a batch of clipped examples, with counts and norms.
+    """The sum of a batch of clipped examples, with the counts and norms of `PerExampleResult`."""
+
+    leaves: list[Array]  # The sums of the measured leaves, in float32 or wider.
+    num_clipped: NormTree  # i32[groups], in the structure of the public norms.
+    num_unclipped: Array  # i32[]
+    num_dropped: Array  # i32[]
+    norms: NormTree  # f32[examples, groups], 0 for padding.
+
+
+@register_state
+class PerExampleResult(NamedTuple):
+    """The sum of clipped examples, with norms and counts.
+
+    Only `grads` is bounded. Noise on the sum does not protect the other fields. Note that even the
+    counts are not private.
 
     Attributes:
-      leaves: The sums of the measured leaves, in float32 or wider.
-      num_clipped: int32, the number of examples in which a group exceeded its threshold, in the
-        structure in which users get norms.
-      num_unclipped: int32[], the number of finite examples without a group above its threshold.
-      num_dropped: int32[], the number of non-finite examples, without padding.
-      norms: The norms of the examples, in the structure of `num_clipped` with a leading example
-        axis. The norms of padding are 0.
+      grads: The tree of the sum, in float32 or wider.
+      num_clipped: int32, the number of examples in which a group exceeded its threshold by more
+        than rounding: `[]` for the scope `tree`, `[groups]` for labels and leaves, and a dict of
+        arrays for `axes` and `unit`.
+      num_dropped: int32[], the number of examples that added nothing because they, or the
+        threshold, were non-finite. They count neither as clipped nor as unclipped.
+      norms: The norms of the examples before clipping, in float32 or wider, in the structure of
+        `num_clipped` with a leading example axis. The norms of padding are 0.
+      num_unclipped: int32[], the number of examples without a group above its threshold.
+      losses: The losses `[examples]`, from `clipped_grad`.
+      aux: The auxiliary output of the loss with a leading example axis, from `clipped_grad`.
+      bound: The maximum norm of the contribution of an example to `grads`, `[]`, in float32 or
+        wider. `noisy_mean` uses it to compute the noise. It is None in manually created results.
     """
 
-    leaves: list[Array]
+    grads: PyTree
     num_clipped: NormTree
-    num_unclipped: Array
     num_dropped: Array
     norms: NormTree
+    num_unclipped: Array
+    losses: Array | None = None
+    aux: PyTree = None
+    bound: Array | None = None
+
+
+def result_of(sums: ClippedSums, grads: PyTree) -> PerExampleResult:
+    """Returns the public result for sums and the tree of the summed gradients."""
+    chex.assert_trees_all_equal_structs(sums.num_clipped, sums.norms)
+    chex.assert_shape([sums.num_dropped, sums.num_unclipped], ())
+    return PerExampleResult(
+        grads, sums.num_clipped, sums.num_dropped, sums.norms, sums.num_unclipped
+    )
 
 
 def sums_specs(examples: Any, params: list[Any] | None = None) -> Any:
@@ -59,21 +92,22 @@ def compute_clipped_sums(
     *,
     grouping: Grouping,
     response: Response,
+    are_inputs: bool = False,
 ) -> ClippedSums:
     """Clips the examples of leaves `[examples, ...]` and sums the results.
 
-    The thresholds are those of the groups of one example. A response cannot return a norm above its
-    threshold.
+    The thresholds `[*group]` are those of the groups of one example. Use `are_inputs` if the leaves
+    are not computed in the same program.
     """
     # The leaves are cast to a wider dtype because rounding could increase a norm above its
     # threshold.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]  # [examples, ...]
-    if meshes.manual_axes() or meshes.is_unsharded(leaves):
+    # Arrays in memory already have this order. XLA on CPUs would still copy them, which triples the
+    # time of a call (as of JAX 0.10.2). Note that it also copies the arguments of a surrounding
+    # `jit`. Layouts of `jax.experimental.layout` would avoid this copy but cannot be exported.
+    if not are_inputs and (meshes.manual_axes() or meshes.is_unsharded(leaves)):
         leaves = force_row_major(leaves)
-    plan = _make_batched_plan(grouping, leaves, is_padding.size)
-    # f32[examples, *group] for each field and group
-    fields = zip(*map(plan.unpack, measure(leaves, plan, l2, from_above=True)), strict=True)
-    measured = [ScaledNorms(*group_fields) for group_fields in fields]
+    measured = _measure_examples(leaves, grouping, is_padding.size)
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
     multipliers, counts = compute_example_multipliers(
         measured, thresholds, is_padding, margin=margin, grouping=grouping, response=response
@@ -85,14 +119,26 @@ def compute_clipped_sums(
     return counts._replace(leaves=sums)
 
 
+@global_view(out_like=lambda leaves, *_: sums_specs(leaves).norms)
+def compute_example_norms(
+    leaves: list[Array], is_padding: Array, *, grouping: Grouping
+) -> NormTree:
+    """Computes the norms of the examples of leaves `[examples, ...]`, in their public structure."""
+    # The leaves are not stored in any order. On CPUs, XLA can then compute the outer products of
+    # backpropagation inside the sums, which takes half the time (as of JAX 0.10.2).
+    leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
+    measured = _measure_examples(leaves, grouping, is_padding.size)
+    return arrange_example_norms([norms.norm for norms in measured], is_padding, grouping)
+
+
 def sum_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """Returns the dtype of sums: float32 or float64, or the own dtype of complex leaves."""
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     return jnp.dtype(dtype) if is_complex else accumulation_dtype(dtype)
 
 
-def _make_batched_plan(grouping: Grouping, leaves: list[Array], examples: int) -> Plan:
-    """Returns a plan with separate groups for all examples, `[examples, *group]`."""
+def _measure_examples(leaves: list[Array], grouping: Grouping, examples: int) -> list[ScaledNorms]:
+    """Computes the norms of the groups, `[examples, *group]`, with upper bounds."""
     groups = tuple(
         dataclasses.replace(group, shape=(examples, *group.shape)) for group in grouping.groups
     )
@@ -101,7 +147,10 @@ def _make_batched_plan(grouping: Grouping, leaves: list[Array], examples: int) -
     # is 0 if the tree has no leaves.
     layout = "scalar" if grouping.layout == "scalar" else "vector"
     batched = dataclasses.replace(grouping, groups=groups, axes=axes, layout=layout)
-    return Plan(batched, LeafShardings.unsharded(leaves))
+    plan = Plan(batched, LeafShardings.unsharded(leaves))
+    # f32[examples, *group] for all fields and groups
+    fields = map(plan.unpack, measure(leaves, plan, l2, from_above=True))
+    return [ScaledNorms(*group_fields) for group_fields in zip(*fields, strict=True)]
 
 
 def compute_example_multipliers(
@@ -113,39 +162,27 @@ def compute_example_multipliers(
     grouping: Grouping,
     response: Response,
 ) -> tuple[list[Multiplier], ClippedSums]:
-    """Computes the multipliers of the examples, and the `ClippedSums` without leaves.
+    """Computes the multipliers `[examples, *group]`, and the `ClippedSums` without leaves.
 
-    Args:
-      measured: The norms of the groups, `[examples, *group]`, and upper bounds on them.
-      thresholds: The thresholds of the groups, `[*group]`.
-      is_padding: bool `[examples]`.
-      margin: The epsilon of the dtype in which the leaves are multiplied.
-      grouping: The groups of one example.
-      response: The response to a norm above its threshold.
-
-    Returns:
-      Multipliers `[examples, *group]`, with a ratio of 0 for examples that are not added, and the
-      sums without leaves.
+    The ratios of examples that are not added are 0. `margin` is the epsilon of the dtype in which
+    the leaves are multiplied.
     """
     rows = zip(thresholds, measured, strict=True)
     # [*group] -> [examples, *group]
     thresholds = [jnp.broadcast_to(threshold[None], norms.norm.shape) for threshold, norms in rows]
-    bounded = _BoundedResponse(response)
     # Strict clipping keeps norms below the threshold despite rounding. However, the threshold was
     # rounded up to 3 times, and a leaf that is narrower than its norm rounds its multiplier.
     # Therefore, the thresholds are lowered.
     lowered = [threshold * (1 - margin) for threshold in thresholds]
-    multipliers = [
-        compute_multiplier(
-            norms, threshold, threshold, response=bounded, nonfinite="nan", strict=True
-        )
-        for norms, threshold in zip(measured, lowered, strict=True)
-    ]
+    compute = functools.partial(
+        compute_multiplier, response=_BoundedResponse(response), nonfinite="nan", strict=True
+    )
+    multipliers = [*map(compute, measured, lowered, lowered)]
     # A non-finite group drops the whole example.
     is_bad = _any_group([~jnp.isfinite(by.ratio) for by in multipliers], is_padding)
     is_counted = ~is_bad & ~is_padding  # bool[examples]
     is_above = [  # bool[examples, *group]
-        (norms.norm > threshold * (1 + 8 * margin)) & _expand_like(is_counted, norms.norm)
+        (norms.norm > threshold * (1 + 8 * margin)) & expand_like(is_counted, norms.norm)
         for norms, threshold in zip(measured, thresholds, strict=True)
     ]
     # [examples, ...] -> i32[...]
@@ -157,7 +194,7 @@ def compute_example_multipliers(
         num_dropped=count(is_bad & ~is_padding),
         norms=arrange_example_norms([norms.norm for norms in measured], is_padding, grouping),
     )
-    flags = [_expand_like(is_counted, by.ratio) for by in multipliers]  # bool[examples, 1, ...]
+    flags = [expand_like(is_counted, by.ratio) for by in multipliers]  # bool[examples, 1, ...]
     multipliers = [
         Multiplier(jnp.where(flag, by.power, 1), jnp.where(flag, by.ratio, 0))
         for flag, by in zip(flags, multipliers, strict=True)
@@ -165,6 +202,7 @@ def compute_example_multipliers(
     return multipliers, sums
 
 
+# A dataclass, because `compute_multiplier` is traced again for functions that are not equal.
 @dataclasses.dataclass(frozen=True)
 class _BoundedResponse:
     """A response with norms between 0 and the target."""
@@ -178,7 +216,7 @@ class _BoundedResponse:
 
 def arrange_example_norms(norms: list[Array], is_padding: Array, grouping: Grouping) -> NormTree:
     """Returns the norms in their public structure, `[examples, ...]`, with 0 for padding."""
-    norms = [jnp.where(_expand_like(is_padding, norm), 0, norm) for norm in norms]
+    norms = [jnp.where(expand_like(is_padding, norm), 0, norm) for norm in norms]
     return _arrange_groups(norms, grouping, is_padding)
 
 
@@ -188,9 +226,9 @@ def _arrange_groups(arrays: list[Array], grouping: Grouping, is_padding: Array) 
     return jax.vmap(arrange, axis_size=is_padding.size)(arrays)
 
 
-def _expand_like(flags: Array, like: Array) -> Array:
-    """Adds axes of size 1: `[examples]` -> `[examples, 1, ...]` with the rank of `like`."""
-    return lax.expand_dims(flags, range(1, like.ndim))
+def expand_like(x: Array, like: Array, example: int = 0) -> Array:
+    """Adds axes of size 1 to an array `[examples]`, up to the rank of `like`."""
+    return lax.expand_dims(x, [axis for axis in range(like.ndim) if axis != example])
 
 
 def _any_group(flags: list[Array], like: Array) -> Array:
@@ -208,11 +246,8 @@ def compute_weighted_sums(
 ) -> list[Array]:
     """Sums leaves `[examples, ...]` times their multipliers over the examples.
 
-    Args:
-      leaves: Leaves in the dtypes of the sums.
-      by_leaf: The multipliers. If a ratio is 0, nothing is added, even if the example is
-        non-finite.
-      axes: The axes of one example that share a multiplier.
+    Nothing is added if a ratio is 0, even if the example is non-finite. `axes` are the axes of one
+    example that share a multiplier.
     """
     if not leaves or leaves[0].shape[0] == 0:
         return [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
@@ -251,18 +286,12 @@ def _sum_by_matmul(
 def _multiply_matrices(
     leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
 ) -> list[Array]:
-    sums = []
+    sums, einsum = [], functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True):
         kept = [axis + 1 for axis in range(leaf.ndim - 1) if axis not in reduced]
-        parts = [
-            jnp.einsum(  # [examples, *kept], [examples, ...] -> [...]
-                by.factor.astype(part.dtype),
-                [0, *kept],
-                part,
-                list(range(leaf.ndim)),
-                list(range(1, leaf.ndim)),
-                precision=lax.Precision.HIGHEST,
-            )
+        all_axes = [*range(leaf.ndim)]
+        parts = [  # [examples, *kept], [examples, ...] -> [...]
+            einsum(by.factor.astype(part.dtype), [0, *kept], part, all_axes, all_axes[1:])
             for part in split_complex(leaf)
         ]
         sums.append(lax.complex(*parts) if jnp.iscomplexobj(leaf) else parts[0])
@@ -274,17 +303,12 @@ def _sum_by_loop(
 ) -> list[Array]:
     """Sums one example after another, without a second copy of the batch."""
 
-    def scale_example(i: Array | int) -> list[Array]:
+    def add_example(i: Array | int, totals: list[Array] | None) -> list[Array]:
         # [examples, ...] -> [...]
-        example, by_leaf = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), (leaves, multipliers)
-        )
+        index = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
+        example, by_leaf = jax.tree.map(index, (leaves, multipliers))
         rows = zip(example, by_leaf, axes, strict=True)
-        return [_scale(leaf, by, axes=reduced) for leaf, by, reduced in rows]
+        scaled = [_scale(leaf, by, axes=reduced) for leaf, by, reduced in rows]
+        return scaled if totals is None else jax.tree.map(jnp.add, totals, scaled)
 
-    return lax.fori_loop(
-        1,
-        leaves[0].shape[0],
-        lambda i, totals: jax.tree.map(jnp.add, totals, scale_example(i)),
-        scale_example(0),
-    )
+    return lax.fori_loop(1, leaves[0].shape[0], add_example, add_example(0, None))

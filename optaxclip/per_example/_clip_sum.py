@@ -5,26 +5,30 @@ of Optax's functions apply it to gradients with a leading example axis.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 import optaxclip.scopes as scopes
 from optaxclip._backend.leaf_shardings import check_examples_unsharded
 from optaxclip._backend.packing import ravel_and_concatenate, split_and_reshape
 from optaxclip._base.numerics import combine_norms, norm_dtype
-from optaxclip._base.state import register_state
 from optaxclip._base.trees import FlatTree, Grouping, flatten
-from optaxclip._base.types import ArrayLike, NormTree, PyTree
+from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, check_choice, short_repr
 from optaxclip._loss_arguments import get_batch_size
-from optaxclip.per_example._batched_clip import ClippedSums, compute_clipped_sums
-from optaxclip.per_example._quantile import QuantileThreshold
+from optaxclip.per_example._batched_clip import (
+    ClippedSums,
+    PerExampleResult,
+    compute_clipped_sums,
+    result_of,
+)
+from optaxclip.per_example._noise import QuantileThreshold
 from optaxclip.responses import Response, as_response
 from optaxclip.scopes.leaves import Scope, resolve_scope
 from optaxclip.thresholds._constant import check_threshold, resolve_rule
@@ -33,42 +37,8 @@ from optaxclip.thresholds._rule import check_threshold_value, update_rule
 Split = Literal["uniform", "size"]
 ExampleThreshold: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
 
-
 _WHOLE_EXAMPLE = scopes.tree()
 """The default scope, with one norm for the whole example."""
-
-
-@register_state
-class PerExampleResult(NamedTuple):
-    """The sum of clipped examples, with norms and counts.
-
-    Only `grads` is bounded. Noise on the sum does not protect the other fields. Note that even the
-    counts are not private.
-
-    Attributes:
-      grads: The tree of the sum, in float32 or wider.
-      num_clipped: int32, the number of examples in which a group exceeded its threshold by more
-        than rounding: `[]` for the scope `tree`, `[groups]` for labels and leaves, and a dict of
-        arrays for `axes` and `unit`.
-      num_dropped: int32[], the number of examples that added nothing because they, or the
-        threshold, were non-finite. They count neither as clipped nor as unclipped.
-      norms: The norms of the examples before clipping, in float32 or wider, in the structure of
-        `num_clipped` with a leading example axis. The norms of padding are 0.
-      num_unclipped: int32[], the number of examples without a group above its threshold.
-      losses: The losses `[examples]`, from `clipped_grad`.
-      aux: The auxiliary output of the loss with a leading example axis, from `clipped_grad`.
-      bound: The maximum norm of the contribution of an example to `grads`, `[]`, in float32 or
-        wider. `noisy_mean` uses it to compute the noise. It is None in manually created results.
-    """
-
-    grads: PyTree
-    num_clipped: NormTree
-    num_dropped: Array
-    norms: NormTree
-    num_unclipped: Array
-    losses: Array | None = None
-    aux: PyTree = None
-    bound: Array | None = None
 
 
 class ExampleClip(NamedTuple):
@@ -90,18 +60,11 @@ class ExampleClip(NamedTuple):
         return cls(threshold, scope, as_response(response), checked_split)
 
     def compute_thresholds(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
-        """Returns the groups of an example, their thresholds, and the threshold of the example.
+        """Returns the groups of an example, their thresholds `[*group]`, and the threshold `[]`.
 
-        If the threshold is a number, it applies to the whole example, and the squares of the
-        thresholds of the groups sum to at most its square. If the threshold is a dict, it maps the
-        names of groups to their thresholds.
-
-        Args:
-          one: The tree of one example.
-
-        Returns:
-          The groups, their thresholds `[*group]`, and the threshold of the norm of the whole
-          example, `[]`. The thresholds are float64 if a leaf is 64-bit, and float32 otherwise.
+        The last threshold bounds the norm of the whole example. Its square is at least the sum of
+        the squared thresholds of the groups. Thresholds are float64 if a leaf is 64-bit, and
+        float32 otherwise.
         """
         grouping = self.scope(one)
         dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.inexact_leaves()})
@@ -115,18 +78,20 @@ class ExampleClip(NamedTuple):
         roots = [jnp.asarray(math.sqrt(fraction)).astype(dtype) for fraction in fractions]
         rows = zip(roots, grouping.groups, strict=True)
         # f32[] -> f32[*group]
-        return (
-            grouping,
-            [jnp.broadcast_to(bound * root, group.shape) for root, group in rows],
-            bound,
-        )
+        thresholds = [jnp.broadcast_to(bound * root, group.shape) for root, group in rows]
+        return grouping, thresholds, bound
 
     def sums(self, leaves: list[Any], one: FlatTree, is_padding: Array) -> ClippedSums:
         """Clips measured leaves `[examples, ...]` and sums them."""
         grouping, thresholds, _ = self.compute_thresholds(one)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
         return compute_clipped_sums(
-            arrays, thresholds, is_padding, grouping=grouping, response=self.response
+            arrays,
+            thresholds,
+            is_padding,
+            grouping=grouping,
+            response=self.response,
+            are_inputs=not any(isinstance(array, Tracer) for array in arrays),
         )
 
 
@@ -174,18 +139,6 @@ def _split_square(grouping: Grouping, sizes: list[int], split: Split) -> list[fl
     return [own / total for own, total in zip(elements, denominators, strict=True)]
 
 
-_CHANGES = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
-
-
-def sensitivity_factor(relation: Any) -> int:
-    """Returns the change of the sum between neighboring data sets, in thresholds."""
-    name = getattr(relation, "name", relation)
-    name = name.lower() if isinstance(name, str) else name
-    if name not in _CHANGES:
-        raise ValueError(f"relation must be one of {list(_CHANGES)}, got {relation!r}")
-    return _CHANGES[name]
-
-
 def clip_sum(
     grads: PyTree,
     threshold: ExampleThreshold,
@@ -202,10 +155,10 @@ def clip_sum(
     McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
 
     The L2 norm of the contribution of an example never exceeds `threshold`, in any dtype of the
-    gradients. Norms, products and the sum are computed in float32 (float64 for 64-bit leaves). If a
-    group exceeds its threshold, or may exceed it by rounding, it is clipped below the threshold. In
-    float32, the relative difference is at most 2e-6. Examples with a NaN or infinite element add
-    exactly nothing. All other examples below their threshold are summed without modification.
+    gradients. Norms, products and the sum are computed in float32 (float64 for 64-bit leaves).
+    Groups that exceed their threshold, or may exceed it by rounding, are clipped below it. The
+    relative difference is at most 2e-6 in float32. Examples with a NaN or infinite element add
+    exactly nothing. Finite examples below their threshold are summed without modification.
 
     Note that the sum over many examples is rounded, as all floating-point sums.
     `per_example_clip_and_aggregate` adds noise and explains how the bound relates to privacy.
@@ -288,10 +241,8 @@ def per_example_global_norm_clip(
       [1.75 1.75 1.75] 3
     """
     threshold = check_example_threshold(l2_norm_clip, "l2_norm_clip")
-    flat = _flatten_as_float(grads)
-    sums = _clip_and_sum(
-        flat, ExampleClip.create(threshold, scopes.tree(), "clip", "uniform"), specs
-    )
+    flat, clip = _flatten_as_float(grads), ExampleClip.create(threshold, None, "clip", "uniform")
+    sums = _clip_and_sum(flat, clip, specs)
     return flat.unflatten(sums.leaves), sums.num_clipped
 
 
@@ -334,15 +285,6 @@ def per_example_layer_norm_clip(
     return flat.unflatten(sums.leaves), flat.unflatten(counts)
 
 
-def result_of(sums: ClippedSums, grads: PyTree) -> PerExampleResult:
-    """Returns the public result for sums and the tree of the summed gradients."""
-    chex.assert_trees_all_equal_structs(sums.num_clipped, sums.norms)
-    chex.assert_shape([sums.num_dropped, sums.num_unclipped], ())
-    return PerExampleResult(
-        grads, sums.num_clipped, sums.num_dropped, sums.norms, sums.num_unclipped
-    )
-
-
 def padding_flags(is_padding: ArrayLike | None, examples: int) -> Array:
     """Checks and returns the flags of padding, bool `[examples]`."""
     flags = jnp.zeros(examples, bool) if is_padding is None else jnp.asarray(is_padding)
@@ -350,8 +292,7 @@ def padding_flags(is_padding: ArrayLike | None, examples: int) -> Array:
         raise TypeError(f"is_padding must be bool, got dtype {flags.dtype}")
     if flags.shape != (examples,):
         raise ValueError(
-            f"is_padding must have one element for each of {examples} examples, got shape "
-            f"{flags.shape}"
+            f"is_padding must have one element per example, shape {(examples,)}, got {flags.shape}"
         )
     return flags
 
@@ -396,8 +337,8 @@ def sum_tree(flat: FlatTree, measured: list[Array]) -> PyTree:
     """Returns the tree of the sum, with zeros for leaves that are not measured."""
     zeros: list[Any] = []
     for leaf in flat.leaves:
-        dtype = jnp.result_type(leaf)
-        # `jax.numpy` has no arrays of float0 (as of JAX 0.10.2).
-        zeros_fn: Callable[..., Any] = np.zeros if dtype == jax.dtypes.float0 else jnp.zeros
-        zeros.append(zeros_fn(np.shape(leaf)[1:], dtype))  # [examples, ...] -> [...]
+        shape, dtype = np.shape(leaf)[1:], jnp.result_type(leaf)  # [examples, ...] -> [...]
+        # Arrays of float0 are NumPy arrays, as in the results of `jax.grad`.
+        is_float0 = dtype == jax.dtypes.float0
+        zeros.append(np.zeros(shape, dtype) if is_float0 else jnp.zeros(shape, dtype))
     return flat._replace(leaves=zeros).unflatten(measured)

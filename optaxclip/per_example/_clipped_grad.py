@@ -14,14 +14,11 @@ from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, check_choice, check_int, validate_call
 from optaxclip._loss_arguments import LossArguments, check_argnums, flatten_params
-from optaxclip.per_example._batched_clip import ClippedSums
+from optaxclip.per_example._batched_clip import ClippedSums, PerExampleResult, result_of
 from optaxclip.per_example._clip_sum import (
     ExampleClip,
     ExampleThreshold,
-    PerExampleResult,
     padding_flags,
-    result_of,
-    sensitivity_factor,
 )
 from optaxclip.per_example._example_loss import (
     ExampleLoss,
@@ -30,6 +27,7 @@ from optaxclip.per_example._example_loss import (
     retry_separately,
     scan_microbatches,
 )
+from optaxclip.per_example._noise import sensitivity_factor
 from optaxclip.per_example.ghost.clip import check_scope, compute_clipped_sums
 from optaxclip.per_example.ghost.plan import GhostNormPlan
 from optaxclip.responses import Response
@@ -72,12 +70,12 @@ class ClippedGrad:
             plan = GhostNormPlan.create(program, output, len(measured))
             size = plan.microbatch_size(loss.examples) if size is None else size
             groups = (grouping, thresholds, self.clip.response)
-            step = functools.partial(compute_clipped_sums, plan, loss, measured, *groups)
+            step = functools.partial(compute_clipped_sums, plan, measured, *groups)
         else:
             step = functools.partial(_clip_microbatch, self, loss, measured, one, is_mixing)
         zeros = meshes.pvary_like(batch, RunningSums.zeros(one, grouping))
         if is_mixing:
-            step = retry_separately(step, zeros)
+            step = functools.partial(retry_separately, step, zeros)
         sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, zeros)
         result = result_of(sums, one.replace_with_float0().unflatten(sums.leaves))
         return result._replace(losses=losses, aux=aux, bound=bound)
@@ -113,7 +111,7 @@ class ClippedGrad:
         if self.transform is None:
             return params
         zeros = [jnp.zeros_like(leaf) for leaf in params.inexact_leaves()]
-        transformed = self.transform(_unflatten_gradient(params, zeros))
+        transformed = self.transform(params.replace_with_float0().unflatten(zeros))
         return flatten(transformed, _TRANSFORMED)
 
 
@@ -140,9 +138,9 @@ def clipped_grad(
 ) -> ClippedGrad:
     """Returns a function that computes the sum of clipped per-example gradients.
 
-    The guarantees are those of `clip_sum` if the loss only depends on the parameters and on one
-    example. With BatchNorm, `pmean` or `psum` over a batch, or with other examples in a closure or
-    a keyword argument, an example can change the contributions of other examples by any amount.
+    The guarantees are those of `clip_sum`. However, the loss must only depend on the parameters and
+    on one example. If it uses BatchNorm, `pmean` or `psum` over a batch, or contains examples in a
+    closure or a keyword argument, an example can change all contributions by any amount.
 
     At most `microbatch_size` per-example gradients are in memory at the same time. The microbatches
     are processed in a `scan`, and the last one may be smaller. Their examples are strided over the
@@ -150,10 +148,10 @@ def clipped_grad(
     are in the order of the batch.
 
     Under `jit`, the sum is over the whole batch, even if it is sharded, with all-reduces for every
-    microbatch. On an explicit mesh, microbatches are sharded across as many devices as divide them
-    evenly. Inside `shard_map`, sums and counts are those of the shard, without communication. Use
-    `psum` afterwards, which needs one all-reduce per dtype, for any number of microbatches. Devices
-    must have all parameters there, and sharded parameters are rejected.
+    microbatch. Microbatches on an explicit mesh are sharded across as many devices as divide them
+    evenly. Inside `shard_map`, sums and counts are those of the shard, without communication. You
+    should use `psum` afterwards, which needs one all-reduce per dtype for any number of
+    microbatches. Devices must have all parameters there, and sharded parameters are rejected.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
@@ -177,9 +175,8 @@ def clipped_grad(
         norms and the sum without these gradients, as `grad_norms`, which is much faster if the
         gradient of an example is larger than its activations. It only supports norms of whole
         leaves and no `pre_clipping_transform`. Note that its norms are upper bounds, so examples
-        may be clipped slightly below the threshold. If the tokens or pixels of an example cancel to
-        a thousandth, it is clipped far below. With `microbatch_size=None`, the size is chosen
-        automatically.
+        may be clipped slightly below the threshold, or far below if their tokens or pixels cancel
+        to a thousandth. The default microbatch size is chosen automatically.
       specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`, where types
         do not show the sharding. `PartitionSpec()` means that devices have all parameters. Sharded
         parameters are rejected.
@@ -249,22 +246,20 @@ def _clip_microbatch(
     examples, is_padding = batch  # [size, ...], bool[size]
 
     def grad_of_example(measured: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        value, leaves = jax.value_and_grad(loss, has_aux=loss.has_aux)(measured, example)
+        results, leaves = jax.value_and_grad(loss, has_aux=True)(measured, example)
         if grad_fn.transform is not None:
-            transformed = grad_fn.transform(_unflatten_gradient(loss.params, leaves))
+            # Transforms should get the structure of `jax.grad`.
+            gradient = loss.params.replace_with_float0().unflatten(leaves)
+            transformed = grad_fn.transform(gradient)
             is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
             leaves = flatten(transformed, _TRANSFORMED).inexact_leaves()
             if is_mixing and is_padding.size > 1:
-                # A transform that replaces NaN would hide NaN from other examples.
+                # A transform could replace NaN, and hide that an example may have spoiled all
+                # examples of the microbatch.
                 is_known = functools.reduce(jnp.logical_and, is_finite, jnp.ones((), bool))
                 leaves = [jnp.where(is_known, leaf, jnp.nan) for leaf in leaves]
-        return value, leaves
+        return results, leaves
 
     # [size], [size, ...]
-    value, leaves = jax.vmap(grad_of_example, in_axes=(None, 0))(measured, examples)
-    return grad_fn.clip.sums(leaves, one, is_padding), *loss.split(value)
-
-
-def _unflatten_gradient(params: FlatTree, leaves: list[Any]) -> PyTree:
-    """Returns a gradient with the structure of `jax.grad`."""
-    return params.replace_with_float0().unflatten(leaves)
+    results, leaves = jax.vmap(grad_of_example, in_axes=(None, 0))(measured, examples)
+    return grad_fn.clip.sums(leaves, one, is_padding), *results

@@ -5,6 +5,7 @@ program for operations in which `vmap` mixes examples. `scan_microbatches` adds 
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -52,11 +53,7 @@ class ExampleLoss:
 
     @classmethod
     def create(
-        cls,
-        loss_fn: Callable[..., Any],
-        has_aux: bool,
-        roles: LossArguments,
-        keywords: dict[str, Any],
+        cls, loss_fn: Callable[..., Any], has_aux: bool, roles: LossArguments, keywords: Any
     ) -> "ExampleLoss":
         """Flattens and checks the parameters of a call."""
         return cls(loss_fn, has_aux, roles, keywords, flatten_params(roles.params))
@@ -66,74 +63,65 @@ class ExampleLoss:
         """The number of examples."""
         return get_batch_size(flatten(self.roles.batch, "the batch"), "the batch")
 
-    def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> Any:
-        """Returns the scalar loss of one example, or a pair with aux."""
+    def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> tuple[Array, PyTree]:
+        """Returns the loss of one example, `[]`, and aux, which may be None."""
         args = self.roles.merge(self.params.unflatten(measured), example)
         value, aux = loss_and_aux(
             self.loss_fn, args, self.keywords, has_aux=self.has_aux, description=_SCALAR_LOSS
         )
         _warn_of_batch_statistics(aux)
-        return (value, aux) if self.has_aux else value
-
-    def split(self, result: Any) -> tuple[Any, PyTree]:
-        """Splits the results for all examples into losses and aux."""
-        return result if self.has_aux else (result, None)
+        return value, aux
 
     def local_params(self, batch: PyTree, specs: PyTree) -> list[Any]:
-        """Returns parameters that vary like the batch, and checks that they are unsharded.
-
-        Devices then have the gradients of their own examples.
-        """
+        """Checks that the parameters are unsharded, and returns them with the type of the batch."""
         check_examples_unsharded(self.params, specs, of_examples=False, remedy=_HINT)
+        # Devices can then use the gradients of their own examples.
         return meshes.pvary_like(batch, self.params.inexact_leaves())
 
     def program(self, measured: list[Any]) -> tuple[Any, Any]:
-        """Traces the program of the parameters and one example, and the types of its output.
+        """Traces the loss, and checks that examples do not depend on the rest of the batch.
 
-        Raises:
-          ValueError: If an example depends on other examples.
+        Returns the program of the parameters and one example, and the types of its output.
         """
         traced, trace = [], jax.make_jaxpr(self, return_shape=True)
         # `vmap` gives the example the type that it has in the actual call.
         append = jax.vmap(lambda x: traced.append(trace(measured, x)), axis_size=self.examples)
         jax.eval_shape(append, self.roles.batch)
         program, output = traced[0]
-        is_manual = bool(meshes.manual_axes())
-        collectives = meshes.collective_primitives(program) if is_manual else frozenset[str]()
+        collectives = meshes.manual_axes() and meshes.collective_primitives(program)
         if collectives:
             raise ValueError(
                 "loss_fn must depend on one example, but exchanges data between devices, by "
-                f"{', '.join(sorted(collectives))}. The threshold does not bound the contribution "
-                "of an example if gradients depend on examples of other devices; for a BatchNorm, "
-                "use axis_name=None"
+                f"{', '.join(sorted(collectives))}. The threshold would not bound the contribution "
+                "of an example; use axis_name=None for a BatchNorm"
             )
         # The inputs are the parameters, then the example.
-        inputs = program.jaxpr.invars
-        _check_random_bits(program.jaxpr, [i >= len(measured) for i in range(len(inputs))])
+        flags = [i >= len(measured) for i in range(len(program.jaxpr.invars))]
+        _check_random_bits(program.jaxpr, flags)
         return program, output
 
 
 def _warn_of_batch_statistics(aux: PyTree) -> None:
     """Warns if aux contains running statistics of Flax or Haiku, according to their names."""
-    pairs = jax.tree_util.tree_leaves_with_path(
-        aux, is_leaf=lambda x: type(x).__name__ == "BatchStat"
-    )
-    for path, leaf in pairs:
+
+    def is_nnx_statistic(x: Any) -> bool:
+        # NNX uses the class of a variable for the name, instead of its path.
+        return type(x).__name__ == "BatchStat"
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_nnx_statistic):
         name = jax.tree_util.keystr(path)
-        # In NNX, the class of a variable has the name, not its path.
-        is_nnx_statistic = type(leaf).__name__ == "BatchStat"
-        if is_nnx_statistic or re.search("batch_stats|batch_norm.*_ema", name):
+        if is_nnx_statistic(leaf) or re.search("batch_stats|batch_norm.*_ema", name):
             warn(
-                f"loss_fn returns running statistics of a BatchNorm, {name}. In a batch of one "
-                "example, the output of a BatchNorm is its bias for all examples, so the model "
-                "learns a constant. It must not use other examples. Use GroupNorm or LayerNorm, or "
-                "keep the statistics fixed (use_running_average=True)"
+                f"loss_fn returns running statistics of a BatchNorm, {name}. The output of a "
+                "BatchNorm for a batch of one example is its bias, so the model would learn a "
+                "constant. Use GroupNorm or LayerNorm instead, or keep the statistics fixed "
+                "(use_running_average=True)"
             )
             return
 
 
 _MIXING = frozenset({"conv_general_dilated", "custom_vjp_call"})
-"""Operations in which the elements of an example may be multiplied by zeros of other examples.
+"""Operations that may multiply elements of an example by zeros from the rest of the batch.
 
 XLA does so in convolutions (as of JAX 0.10.2). The backward pass of a `custom_vjp` is not in the
 program.
@@ -144,10 +132,8 @@ _RBG = {"key<rbg>": {"random_bits"}, "key<urbg>": {"random_bits", "random_split"
 
 
 def mixes_examples(program: Any) -> bool:
-    """Returns `True` if a non-finite example may affect the gradients of other examples.
-
-    Since `0 * nan` is NaN, a product with zeros of another example may be NaN.
-    """
+    """Returns `True` if a non-finite example may affect the gradients of all examples."""
+    # Products with zeros can do this, because `0 * nan` is NaN.
     return any(
         eqn.primitive.name in _MIXING or any(map(mixes_examples, _inner_programs(eqn)))
         for eqn in program.eqns
@@ -157,12 +143,7 @@ def mixes_examples(program: Any) -> bool:
 def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
     """Checks that random bits of an example do not depend on the key of another example.
 
-    Args:
-      program: The program of one example.
-      depends: The inputs that depend on the example.
-
-    Returns:
-      The outputs that depend on the example.
+    `depends` are flags of the inputs that depend on the example. Returns flags of the outputs.
     """
     dependent = {v for v, flag in zip(program.invars, depends, strict=True) if flag}
 
@@ -192,7 +173,7 @@ def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
 
 
 def _check_inner_random_bits(eqn: Any, inner: Any, flags: list[bool]) -> list[bool]:
-    """Checks a program inside an equation, whose inputs have these flags."""
+    """Checks a program inside an equation for flags of its inputs, as `_check_random_bits`."""
     all_outputs = [True] * len(eqn.outvars)
     if eqn.primitive.name == "scan":
         first = eqn.params["num_consts"]
@@ -231,7 +212,7 @@ class RunningSums(NamedTuple):
 
     @classmethod
     def empty(cls) -> "RunningSums":
-        """Returns sums for a batch of which only the norms are used."""
+        """Returns sums for batches of which only the norms are used."""
         zero = jnp.zeros((), jnp.int32)
         return cls([], zero, zero, zero)
 
@@ -252,20 +233,11 @@ Step = Callable[..., tuple[ClippedSums, Array, PyTree]]
 
 
 def scan_microbatches(
-    step: Step,
-    batch: PyTree,
-    examples: int,
-    size: int | None,
-    zeros: RunningSums,
+    step: Step, batch: PyTree, examples: int, size: int | None, zeros: RunningSums
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Sums a batch `[examples, ...]`, and returns losses and aux in the order of the batch.
 
-    Args:
-      step: The function of a microbatch.
-      batch: The batch.
-      examples: The number of examples.
-      size: The number of examples in a microbatch. If None, all examples.
-      zeros: The initial sums.
+    A microbatch has `size` examples. If it is None, it has all examples.
     """
     size = min(size or examples, examples)
     if size == examples:
@@ -282,7 +254,7 @@ def scan_microbatches(
     # [count, size, ...] -> [count * size, ...]
     ordered = jax.tree.map(restore_batch_order, stacked)
     if rest:
-        last = jax.tree.map(lambda x: remainder(jnp.asarray(x), rest), batch)  # [rest, ...]
+        last = jax.tree.map(functools.partial(remainder, rest=rest), batch)  # [rest, ...]
         sums, losses, aux = step(last)
         running = jax.tree.map(jnp.add, running, RunningSums(*sums[:-1]))
         # [count * size, ...], [rest, ...] -> [examples, ...]
@@ -291,35 +263,32 @@ def scan_microbatches(
     return ClippedSums(norms=norms, **running._asdict()), losses, aux
 
 
-def retry_separately(step: Step, zeros: RunningSums) -> Step:
-    """Wraps a step to process the examples separately if this makes more examples finite.
+def retry_separately(
+    step: Step, zeros: RunningSums, batch: tuple[PyTree, Array]
+) -> tuple[ClippedSums, Array, PyTree]:
+    """Runs a step, and processes the examples separately if this makes more examples finite."""
+    # XLA uses convolutions that multiply elements of an example by zeros from the rest of the batch
+    # (as of JAX 0.10.2), so a non-finite example could drop all examples. The first results are
+    # kept if only non-finite examples are dropped, because separate examples may be rounded
+    # differently.
+    examples, together = batch[1].size, step(batch)
+    if static_size_or_none(examples) in (0, 1):
+        return together
+    are_finite = _are_finite(lax.stop_gradient(together[0].norms), examples)  # bool[examples]
 
-    In some convolutions, XLA multiplies elements of an example by zeros of other examples (as of
-    JAX 0.10.2), so a non-finite example could drop all examples. If only the non-finite examples
-    are dropped, the first results are used unchanged, because separate examples may be rounded
-    differently.
-    """
+    def run_separately() -> tuple[ClippedSums, Array, PyTree]:
+        separate = scan_microbatches(step, batch, examples, 1, zeros)
+        separate = meshes.retyped_like(together, separate)
+        helps = jnp.any(_are_finite(separate[0].norms, examples) & ~are_finite)  # bool[]
+        selected = jax.tree.map(functools.partial(jnp.where, helps), separate, together)
+        return meshes.pvary_like(batch, selected)
 
-    def run(batch: tuple[PyTree, Array]) -> tuple[ClippedSums, Array, PyTree]:
-        examples, together = batch[1].size, step(batch)
-        if static_size_or_none(examples) in (0, 1):
-            return together
-        are_finite = _are_finite(lax.stop_gradient(together[0].norms), examples)  # bool[examples]
-
-        def run_separately() -> tuple[ClippedSums, Array, PyTree]:
-            separate = scan_microbatches(step, batch, examples, 1, zeros)
-            separate = meshes.retyped_like(together, separate)
-            helps = jnp.any(_are_finite(separate[0].norms, examples) & ~are_finite)  # bool[]
-            selected = jax.tree.map(lambda x, y: jnp.where(helps, x, y), separate, together)
-            return meshes.pvary_like(batch, selected)
-
-        return lax.cond(
-            _any_batched(~jnp.all(are_finite)),
-            run_separately,
-            lambda: meshes.pvary_like(batch, together),
-        )
-
-    return run
+    return lax.cond(
+        # The examples are only processed again if necessary, because this takes much longer.
+        _any_batched(~jnp.all(are_finite)),
+        run_separately,
+        functools.partial(meshes.pvary_like, batch, together),
+    )
 
 
 def _are_finite(norms: NormTree, examples: int) -> Array:
@@ -333,10 +302,8 @@ def _are_finite(norms: NormTree, examples: int) -> Array:
 
 @jax.custom_batching.custom_vmap
 def _any_batched(flag: Array) -> Array:
-    """Returns the flag, or under `vmap`, `True` if any flag is set.
-
-    With a batched flag, `lax.cond` would always run both branches.
-    """
+    """Returns the flag, or under `vmap`, `True` if any flag is set."""
+    # With a batched flag, `lax.cond` would always run both branches (as of JAX 0.10.2).
     return flag
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -12,11 +11,12 @@ from jax import Array
 
 import optaxclip._backend.meshes as meshes
 import optaxclip.scopes as scopes
+from optaxclip._base.trees import Grouping
 from optaxclip._base.types import PyTree
 from optaxclip._base.validation import check_bool, check_choice, check_int, validate_call
 from optaxclip._loss_arguments import LossArguments, check_argnums
-from optaxclip.per_example._batched_clip import ClippedSums
-from optaxclip.per_example._clip_sum import ExampleClip, padding_flags
+from optaxclip.per_example._batched_clip import ClippedSums, compute_example_norms
+from optaxclip.per_example._clip_sum import padding_flags
 from optaxclip.per_example._clipped_grad import Method
 from optaxclip.per_example._example_loss import (
     ExampleLoss,
@@ -55,12 +55,12 @@ class GradNorms:
             check_scope(grouping, loss.params)
             plan = GhostNormPlan.create(program, output, len(measured))
             size = plan.microbatch_size(loss.examples) if size is None else size
-            step = functools.partial(compute_norms, plan, loss, measured, grouping)
+            step = functools.partial(compute_norms, plan, measured, grouping)
         else:
-            step = functools.partial(_microbatch_norms, loss, measured, self.scope)
+            step = functools.partial(_microbatch_norms, loss, measured, grouping)
         zeros = meshes.pvary_like(batch, RunningSums.empty())
         if mixes_examples(program.jaxpr):
-            step = retry_separately(step, zeros)
+            step = functools.partial(retry_separately, step, zeros)
         sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, zeros)
         return (sums.norms, losses, aux) if self.has_aux else (sums.norms, losses)
 
@@ -97,9 +97,9 @@ def grad_norms(
     Note that `jax.grad` rounds these products to the dtype of the layer. If float32 parameters are
     cast to bfloat16 in the loss, the norm of its gradient may be larger by 3e-4. The gradients that
     `clipped_grad` sums have the norms that are returned here. The bounds increase the norms by
-    about 1e-6 if parameters are used at only one position, as in a perceptron on vectors. With many
-    positions (tokens or pixels), they increase the norms by 1e-4 (16 positions) to 4e-3 (4096
-    positions), and by at most 1% if the positions do not cancel.
+    about 1e-6 if parameters are used at only one position, as in a perceptron on vectors. For many
+    positions (tokens or pixels), the increase is 1e-4 (16 positions) to 4e-3 (4096 positions), and
+    at most 1% if the positions do not cancel.
 
     By default, GPUs and TPUs round the factors of products (to TF32 or bfloat16). All products for
     norms and sums use the highest precision, unless their factors are in bfloat16, because their
@@ -115,12 +115,11 @@ def grad_norms(
       batch_argnums: The positions of the arguments with a leading example axis, which can be
         pytrees of arrays or keys. Defaults to all arguments that are not in `argnums`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
-      microbatch_size: The number of examples in a microbatch. Defaults to all examples. With
-        "ghost", the default is smaller if the memory for norms alone would exceed both 256 MiB and
-        twice the memory of the parameters. Then as many examples are used as fit into the larger of
-        these.
+      microbatch_size: The number of examples in a microbatch. Defaults to all examples. However,
+        the memory for norms with "ghost" should not exceed 256 MiB or twice the memory of the
+        parameters, so the default is as many examples as fit into the larger of these.
       scope: The scope that defines the elements of an example that share a norm. Defaults to all
-        elements. With "ghost", groups must consist of whole leaves.
+        elements. Groups must consist of whole leaves for "ghost".
       method: "ghost" (the default), or "vmap", which computes the gradients of the examples.
       specs: The specs of the parameters, as in `clipped_grad`.
 
@@ -161,16 +160,14 @@ def grad_norms(
 
 
 def _microbatch_norms(
-    loss: ExampleLoss, measured: list[Any], scope: Scope, batch: tuple[Any, Array]
+    loss: ExampleLoss, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Computes the norms, the losses and aux of a microbatch from its gradients."""
     examples, is_padding = batch  # [size, ...], bool[size]
-    grad_fn = jax.value_and_grad(loss, has_aux=loss.has_aux)
-    value, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
-    unbounded = ExampleClip.create(math.inf, scope, "clip", "uniform")
-    # The unused sums are removed by the compiler, and the norms remain.
-    sums = unbounded.sums(leaves, loss.params, is_padding)
-    return ClippedSums(*RunningSums.empty(), sums.norms), *loss.split(value)
+    grad_fn = jax.value_and_grad(loss, has_aux=True)
+    results, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
+    norms = compute_example_norms(leaves, is_padding, grouping=grouping)  # f32[size, ...]
+    return ClippedSums(*RunningSums.empty(), norms), *results
 
 
 def explain(
@@ -209,9 +206,9 @@ def explain(
       ...     return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))
       >>> params = {"w": jnp.zeros((30, 20)), "b": jnp.zeros(20)}
       >>> print(per_example.explain(loss_fn, params, jnp.ones((8, 30))))
-      parameter  shape     norms from                                     positions  memory
-      b          (20,)     gradients of examples, as it is used by 'add'          -    80 B
-      w          (30, 20)  norms of its inputs and of their cotangents            1     0 B
+      parameter  shape     norms from                                          positions  memory
+      b          (20,)     gradients of examples, because it is used by 'add'          -    80 B
+      w          (30, 20)  norms of inputs and output cotangents                       1     0 B
     """
     has_aux = check_bool(has_aux, "has_aux")
     roles = LossArguments.split(args, *check_argnums(argnums, batch_argnums))
@@ -222,12 +219,12 @@ def explain(
 
 
 _DESCRIPTIONS = {
-    "vectors": "norms of its inputs and of their cotangents",
-    "gram": "Gram matrices of its inputs and of their cotangents",
-    "direct": "gradients of examples, which cost less than Gram matrices",
-    "chunks": "gradients of examples, a few at a time",
-    "rows": "rows of cotangents, added up where they are of one row",
-    "tied": "Gram matrices, and rows of cotangents",
+    "vectors": "norms of inputs and output cotangents",
+    "gram": "Gram matrices of inputs and output cotangents",
+    "direct": "gradients of examples, cheaper than Gram matrices",
+    "chunks": "gradients of a few examples at a time",
+    "rows": "sums of the cotangents of equal rows",
+    "tied": "Gram matrices and sums of the cotangents of equal rows",
 }
 
 
@@ -238,7 +235,7 @@ def _format_plan(plan: GhostNormPlan, names: list[str]) -> str:
     for i, (name, aval) in enumerate(zip(names, plan.types, strict=True)):
         start = [name, str(aval.shape)]
         if i in plan.materialized:
-            reason = f"gradients of examples, as it {plan.materialized[i]}"
+            reason = f"gradients of examples, because it {plan.materialized[i]}"
             table.append([*start, reason, "-", _format_bytes(aval.size * aval.dtype.itemsize)])
         elif not plan.parts[i]:
             table.append([*start, "is not used: norm 0", "-", "0 B"])

@@ -1,7 +1,7 @@
-"""Adds Gaussian noise to sums of clipped examples."""
+"""Adds Gaussian noise to sums of clipped examples, and adapts thresholds with noisy counts."""
 
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,23 @@ from jax import Array
 from jax.core import Tracer
 
 import optaxclip._backend.meshes as meshes
-from optaxclip._base.numerics import split_complex
+from optaxclip._base.numerics import scale_by_exp, split_complex
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip._base.validation import short_repr, warn
-from optaxclip.per_example._batched_clip import sum_dtype
-from optaxclip.per_example._clip_sum import PerExampleResult, sensitivity_factor
-from optaxclip.thresholds._adaptive import cast_to_float32, check_minimum
+from optaxclip._base.validation import check_bool, short_repr, validate_call, warn
+from optaxclip.per_example._batched_clip import PerExampleResult, sum_dtype
+from optaxclip.thresholds._adaptive import cast_to_float32, check_minimum, check_range
+
+_CHANGES = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
+
+
+def sensitivity_factor(relation: Any) -> int:
+    """Returns the change of the sum between neighboring data sets, in thresholds."""
+    name = getattr(relation, "name", relation)
+    name = name.lower() if isinstance(name, str) else name
+    if name not in _CHANGES:
+        raise ValueError(f"relation must be one of {list(_CHANGES)}, got {relation!r}")
+    return _CHANGES[name]
 
 
 def noisy_mean(
@@ -29,21 +39,20 @@ def noisy_mean(
 ) -> PyTree:
     """Computes the private gradient: the sum of clipped examples plus noise, over the batch size.
 
-    The noise is Gaussian. Its standard deviation, for all elements of the sum, is
-    `noise_multiplier` times the sensitivity. The sensitivity is the bound in `result`, or twice
-    that bound if neighboring data sets differ by a replaced example. The sum is divided by
-    `batch_size` after the noise is added. Noise of that size on the mean would be too large by a
-    factor of `batch_size`. A mean of noisy microbatches would have too little noise if the noise
-    were divided between them.
+    The noise is Gaussian. The standard deviation for all elements of the sum is `noise_multiplier`
+    times the sensitivity, which is the bound in `result`, or twice that bound if neighboring data
+    sets differ by a replaced example. The sum is divided by `batch_size` after the noise is added.
+    Noise of that size on the mean would be too large by a factor of `batch_size`. A mean of noisy
+    microbatches would have too little noise if the noise were divided between them.
 
     The noise is drawn and added in float32 or wider. Note that the random generators of JAX are not
     cryptographic.
 
-    Inside `shard_map`, sum over the devices first and pass the same key on all of them:
-    `noisy_mean(result._replace(grads=jax.lax.psum(result.grads, "x")), ...)`. If the devices have
-    parts of the sum, for example after `psum_scatter`, they need different keys, such as
-    `jax.random.fold_in(key, jax.lax.axis_index("x"))`. With one key, all parts would get the same
-    noise.
+    Inside `shard_map`, you should sum over the devices first and use the same key on all of them:
+    `noisy_mean(result._replace(grads=jax.lax.psum(result.grads, "x")), ...)`. However, if the
+    devices have parts of the sum, for example after `psum_scatter`, they must use different keys,
+    such as `jax.random.fold_in(key, jax.lax.axis_index("x"))`. Otherwise, all parts would get the
+    same noise.
 
     Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133.
 
@@ -52,11 +61,11 @@ def noisy_mean(
       noise_multiplier: The ratio of the standard deviation of the noise to the sensitivity, which
         the accountant requires (see `optaxclip.per_example`). Note that 0 means no noise, which is
         not private.
-      key: A key from `jax.random`, which must be new in every step. If two steps have the same
-        noise, it cancels in their difference. Pass the key to compiled functions as an argument. It
-        can be None if `noise_multiplier` is the number 0.
-      batch_size: The number of examples by which the sum is divided, at least 1. With Poisson
-        sampling, use the expected number, because the true number is not private.
+      key: A key from `jax.random`, which must be new in every step. Equal noise in two steps would
+        cancel in their difference. Pass the key to compiled functions as an argument. It can be
+        None if `noise_multiplier` is the number 0.
+      batch_size: The number of examples by which the sum is divided, at least 1. Use the expected
+        number for Poisson sampling, because the true number is not private.
       relation: The relation between neighboring data sets, as in `ClippedGrad.sensitivity`.
 
     Returns:
@@ -65,9 +74,8 @@ def noisy_mean(
 
     Raises:
       ValueError: If the noise multiplier is negative, NaN or infinite, if the batch size is less
-        than 1, or if the relation is unknown. With noise, also if there is no key, or if the result
-        has no bound or an infinite bound. Finally, if devices have different parts of the sum, but
-        the same key.
+        than 1, or if the relation is unknown. For noise, also if there is no key, no bound or an
+        infinite bound, or if devices have different parts of the sum but the same key.
       TypeError: If `result` is not a `PerExampleResult`, if `noise_multiplier` or `batch_size` is
         not a number, or if `key` is not a key.
 
@@ -84,8 +92,8 @@ def noisy_mean(
     """
     if not isinstance(result, PerExampleResult):
         raise TypeError(
-            "result must be the PerExampleResult of clipped_grad or clip_sum, which contains the "
-            f"bound for the noise, got {short_repr(result)}"
+            "result must be the PerExampleResult of clipped_grad or clip_sum, got "
+            f"{short_repr(result)}"
         )
     noise_multiplier = check_minimum(noise_multiplier, 0, "noise_multiplier")
     batch_size = check_minimum(batch_size, 1, "batch_size")
@@ -96,12 +104,14 @@ def noisy_mean(
     if not is_zero(noise_multiplier):
         if result.bound is None:
             raise ValueError(
-                "result.bound must be the threshold of the contribution of an example, which "
-                "defines the size of the noise, got None; use the result of clipped_grad or "
-                "clip_sum"
+                "result.bound must be the maximum norm of an example, got None; use the result of "
+                "clipped_grad or clip_sum"
             )
-        _check_finite(noise_multiplier, "noise_multiplier")
-        _check_finite(result.bound, "result.bound")
+        factors = {"noise_multiplier": noise_multiplier, "result.bound": result.bound}
+        for argument, number in factors.items():
+            # Noise can only hide examples with bounded contributions.
+            if not isinstance(number, Tracer) and np.isinf(number):
+                raise ValueError(f"{argument} must be finite for noise, got {number}")
         bound = jnp.asarray(result.bound)
         std = cast_to_float32(noise_multiplier).astype(bound.dtype) * (change * bound)  # f32[]
         leaves = add_noise(leaves, flat.names(), _check_key(key, leaves), std)
@@ -109,43 +119,32 @@ def noisy_mean(
     return flat.unflatten([leaf / size.astype(leaf.dtype) for leaf in leaves])
 
 
-def _check_finite(number: Any, argument: str) -> None:
-    if not isinstance(number, Tracer) and np.isinf(number):
-        raise ValueError(
-            f"{argument} must be finite for noise, got {number}; noise can hide an example only if "
-            "its contribution is bounded"
-        )
-
-
 def _check_key(key: Any, leaves: list[Array]) -> Array:
     """Checks a key, and that parts of a sum on different devices get different noise."""
     if not is_key(key):
         raise (ValueError if key is None else TypeError)(
-            "key must be one key from jax.random, a new one for each step (or None if "
-            f"noise_multiplier is the number 0), got {short_repr(key)}"
+            "key must be one key from jax.random that is new in every step, or None if "
+            f"noise_multiplier is the number 0, got {short_repr(key)}"
         )
     axes = meshes.tree_varying_axes(leaves) - meshes.varying_axes(key)
     if axes:
         raise ValueError(
-            f"key must differ between devices if the sum does, but the sum differs along "
-            f"{sorted(axes)} and key does not; use jax.lax.psum(result.grads, ...) first, or, if "
-            "the devices have parts of the sum, jax.random.fold_in(key, jax.lax.axis_index())"
+            "key must differ between devices if the sum does, got the same key along "
+            f"{sorted(axes)}; use jax.lax.psum(result.grads, ...) first, or jax.random.fold_in("
+            "key, jax.lax.axis_index()) if the devices have parts of the sum"
         )
     return jnp.asarray(key)
 
 
 def add_noise(leaves: list[Array], names: list[str], key: Array, std: Array) -> list[Array]:
-    """Adds independent Gaussian noise to all elements, and to both parts of complex elements.
-
-    The noise depends on the names of the leaves. Therefore, the stages of `optax.partition`, which
-    have different leaves, get different noise for equal keys.
-    """
+    """Adds independent Gaussian noise to all elements, and to both parts of complex elements."""
     warn_of_shared_noise(leaves, key)
+    # There is a key even if there are no leaves, because `split` requires a positive number.
     keys = jax.random.split(key, max(len(leaves), 1))
-    # Every leaf has its own key, and complex leaves have one key per part.
     noisy = []
-    # Without leaves, there is still one key, because `split` requires a positive number.
     for leaf, name, leaf_key in zip(leaves, names, keys, strict=False):
+        # The noise depends on the name of the leaf. Therefore, the stages of `optax.partition`,
+        # which have different leaves, can use equal keys.
         named_key = jax.random.fold_in(leaf_key, np.uint32(zlib.crc32(name.encode())))
         parts = split_complex(leaf)  # [...] for the real part, or both parts
         noisy_parts = [
@@ -163,6 +162,7 @@ def warn_of_shared_noise(leaves: list[Any], key: Any) -> None:
         _with_key(traced, key)
 
 
+# An identity that sees under `vmap` if the leaves and the key are batched.
 @jax.custom_batching.custom_vmap
 def _with_key(leaves: list[Array], key: Array) -> list[Array]:
     del key
@@ -192,3 +192,169 @@ def is_key(key: Any) -> bool:
     dtype, rank = getattr(key, "dtype", None), np.ndim(key)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return (is_typed and rank == 0) or (dtype == jnp.uint32 and rank == 1)
+
+
+class QuantileThreshold(NamedTuple):
+    """The rule of `quantile_threshold`, with the arguments as fields."""
+
+    target: Any
+    learning_rate: Any
+    init_threshold: Any
+    count_noise: Any
+    geometric: bool
+    min_threshold: Any
+    max_threshold: Any
+
+    def init(self) -> Array:
+        """Returns the threshold of the first step, float32[]."""
+        lower, upper = cast_to_float32(self.min_threshold), cast_to_float32(self.max_threshold)
+        return jnp.clip(cast_to_float32(self.init_threshold), lower, upper)
+
+    def update(
+        self,
+        threshold: Array,
+        num_unclipped: ArrayLike,
+        num_examples: ArrayLike,
+        key: Array | None = None,
+        *,
+        batch_size: ArrayLike,
+    ) -> Array:
+        """Returns the threshold after a batch.
+
+        Args:
+          threshold: float32[], the threshold with which the batch was clipped.
+          num_unclipped: The number of examples at or below the threshold, from `PerExampleResult`.
+          num_examples: The number of examples of the batch, without padding.
+          key: A key for the noise on the count. It can be None if `count_noise` is the number 0.
+          batch_size: The number by which the count is divided, as in `noisy_mean`. Use the expected
+            number for Poisson sampling, because the true number is not private.
+
+        Raises:
+          ValueError: If there is no key for the noise.
+        """
+        # Another example changes this difference by 1/2, but would change the count by 1.
+        count = cast_to_float32(num_unclipped) - cast_to_float32(num_examples) / 2
+        if key is not None:
+            noise = jax.random.normal(key, (), jnp.float32)  # f32[]
+            count = count + cast_to_float32(self.count_noise) * noise
+        elif isinstance(self.count_noise, Tracer) or self.count_noise != 0:
+            raise ValueError(
+                f"key must be given for a count_noise of {self.count_noise!r}, got None"
+            )
+        fraction = jnp.clip(count / jnp.maximum(cast_to_float32(batch_size), 1) + 0.5, 0, 1)
+        step = -cast_to_float32(self.learning_rate) * (fraction - cast_to_float32(self.target))
+        moved = scale_by_exp(threshold, step) if self.geometric else threshold + step
+        lower, upper = cast_to_float32(self.min_threshold), cast_to_float32(self.max_threshold)
+        return jnp.clip(moved, lower, upper)
+
+
+@validate_call()
+def quantile_threshold(
+    target: ArrayLike = 0.5,
+    learning_rate: ArrayLike = 0.2,
+    init_threshold: ArrayLike = 0.1,
+    *,
+    count_noise: ArrayLike = 0.0,
+    geometric: bool = True,
+    min_threshold: ArrayLike = 0.0,
+    max_threshold: ArrayLike = float("inf"),
+) -> QuantileThreshold:
+    """Adapts the threshold until the target fraction of examples is at or below it.
+
+    After every batch, the threshold is multiplied by `exp(-learning_rate * (fraction - target))`.
+    To compute `fraction`, examples at or below the threshold add `+1/2` to a count, examples above
+    it and dropped examples add `-1/2`, and padding adds nothing. The count changes by at most 1/2
+    if an example is added or removed, and by at most 1 if an example is replaced. Noise is added to
+    the count, which is then divided by the batch size. `fraction` is this quotient plus 1/2,
+    clipped to `[0, 1]`.
+
+    Note that the count also uses privacy budget, so the noise on the sum of the gradients must be
+    larger. You can use `adjust_noise_multiplier` to compute this noise. For example,
+    `per_example_clip_and_aggregate` uses it.
+
+    Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, Differentially private learning with
+    adaptive clipping, arXiv 1905.03871.
+
+    Args:
+      target: The target fraction, from 0 to 1.
+      learning_rate: The step size of the threshold.
+      init_threshold: The threshold of the first step.
+      count_noise: The standard deviation of the noise on the count. The paper uses a twentieth of
+        the number of examples in a batch.
+      geometric: If True (the default), the threshold is multiplied by the factor above. If False,
+        the exponent of the factor is added to the threshold.
+      min_threshold: The minimum threshold. If `geometric` is True, an `init_threshold` of 0 stays
+        0, and positive thresholds stay within the normal numbers of float32.
+      max_threshold: The maximum threshold.
+
+    Returns:
+      A rule with `init() -> threshold` and
+      `update(threshold, num_unclipped, num_examples, key, batch_size=...) -> threshold`.
+
+    Raises:
+      ValueError: If an option is out of its range.
+      TypeError: If `geometric` is not a bool, or if an option is not a number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optaxclip import per_example
+      >>> rule = per_example.quantile_threshold(init_threshold=1.0)
+      >>> grads, threshold = jnp.array([0.2, 0.6, 1.0, 2.0]), rule.init()
+      >>> for _ in range(2):
+      ...     result = per_example.clip_sum(grads, threshold)
+      ...     threshold = rule.update(threshold, result.num_unclipped, 4, batch_size=4)
+      ...     print(result.num_unclipped, threshold)
+      3 0.951229
+      2 0.951229
+    """
+    return QuantileThreshold(
+        check_range(target, 0, 1, "target"),
+        check_minimum(learning_rate, 0, "learning_rate"),
+        check_minimum(init_threshold, 0, "init_threshold"),
+        check_minimum(count_noise, 0, "count_noise"),
+        check_bool(geometric, "geometric"),
+        check_minimum(min_threshold, 0, "min_threshold"),
+        check_minimum(max_threshold, 0, "max_threshold"),
+    )
+
+
+def adjust_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike) -> Array:
+    """Returns the noise multiplier of the sum if a noisy count of examples is also released.
+
+    The multiplier is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum
+    with it, and the count with `count_noise`, is as private as releasing only the sum with
+    `noise_multiplier`. The factor is 2 because an added example changes the count of
+    `quantile_threshold` by at most 1/2, but changes the sum by one threshold. A replaced example
+    doubles both changes.
+
+    Source: Andrew et al., 2019, arXiv 1905.03871, theorem 1.
+
+    Args:
+      noise_multiplier: The multiplier that is passed to the accountant.
+      count_noise: The standard deviation of the noise on the count.
+
+    Returns:
+      The multiplier, float32[]. It is infinite if a traced `noise_multiplier` is not below
+      `2 * count_noise`.
+
+    Raises:
+      ValueError: If `noise_multiplier` is not below `2 * count_noise`, unless it is 0.
+
+    Example:
+      >>> from optaxclip import per_example
+      >>> print(per_example.adjust_noise_multiplier(1.0, 5.0))
+      1.0050378
+    """
+    noise_multiplier = check_minimum(noise_multiplier, 0, "noise_multiplier")
+    count_noise = check_minimum(count_noise, 0, "count_noise")
+    sum_noise, doubled = cast_to_float32(noise_multiplier), 2 * cast_to_float32(count_noise)
+    is_possible = (sum_noise == 0) | (sum_noise < doubled)
+    if not isinstance(is_possible, Tracer) and not is_possible:
+        raise ValueError(
+            f"noise_multiplier must be below 2 * count_noise, got {noise_multiplier!r} with "
+            f"count_noise={count_noise!r}; increase count_noise, because the count alone would "
+            "exceed the privacy budget"
+        )
+    # The smallest denominator avoids NaN from 0 / 0 if there is no noise on the count.
+    ratio = jnp.where(is_possible & (sum_noise > 0), sum_noise / jnp.maximum(doubled, 1e-37), 0)
+    return jnp.where(is_possible, sum_noise / jnp.sqrt(1 - jnp.square(ratio)), jnp.inf)

@@ -1,15 +1,16 @@
-"""Pictures of training runs and of what clipping did in them.
+"""Plots of training runs and of the effects of clipping.
 
-Every function draws on the axes `ax` and returns them. Without `ax` it makes new axes with a
-legend; on axes that you pass you place the legend. Matplotlib is needed: `optaxclip[plot]`.
+All functions draw on the axes `ax` and return them. Without `ax`, they create new axes with a
+legend. You can place the legend yourself on axes that you pass. The functions require Matplotlib,
+which the extra `optaxclip[plot]` installs.
 """
 
-from optaxclip.plots.entries import element_histogram as element_histogram
-from optaxclip.plots.groups import heatmap as heatmap
+from optaxclip.plots.leaves import element_histogram as element_histogram
+from optaxclip.plots.leaves import heatmap as heatmap
 from optaxclip.plots.runs import loss_curves as loss_curves
 from optaxclip.plots.runs import norm_curves as norm_curves
+from optaxclip.plots.runs import norm_histogram as norm_histogram
+from optaxclip.plots.runs import norms_over_steps as norms_over_steps
+from optaxclip.plots.runs import sweep_curve as sweep_curve
 from optaxclip.plots.style import COLORS as COLORS
 from optaxclip.plots.style import STYLES as STYLES
-from optaxclip.plots.thresholds import norm_histogram as norm_histogram
-from optaxclip.plots.thresholds import norms_over_steps as norms_over_steps
-from optaxclip.plots.thresholds import sweep_curve as sweep_curve

@@ -1,4 +1,4 @@
-"""Pictures of training runs: losses and norms."""
+"""Plots of losses, norms and thresholds of training runs."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,40 +9,43 @@ from optaxclip._base.numerics import is_real
 from optaxclip._base.types import HostArrayLike
 from optaxclip._base.validation import short_repr
 from optaxclip.plots.style import (
-    curve,
+    COLORS,
+    STYLES,
+    Numbers,
+    check_instance,
+    check_series,
     finish_axes,
-    line_style,
     mark_off_scale,
     new_axes,
     plot_line,
 )
+from optaxclip.tuning import Suggestion, SweepResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
 Curves = Mapping[str, HostArrayLike]
-Numbers = np.ndarray[Any, Any]
-LEAST_WIDTH, WIDER = 1.4, 0.25
-"""The width of the line on top, and by how much each line below it is wider, in points."""
+ORANGE, BLUE, PALE_ORANGE = COLORS[0], COLORS[1], COLORS[5]
+NUM_BINS = 50
 
 
 def loss_curves(
     losses: Curves, steps: HostArrayLike | None = None, ax: "Axes | None" = None
 ) -> "Axes":
-    """Draws losses over the steps, a line for each run.
+    """Draws the losses of runs over the steps.
 
-    The axis ends a little above the largest first loss. Higher losses are cut off, because one
-    exploded run would flatten all others. A cross at the top marks where a loss is not finite.
+    The axis ends slightly above the largest initial loss because a diverged run would flatten the
+    curves of all other runs. Crosses at the top mark steps at which a loss becomes non-finite.
 
     Args:
-      losses: a dict from each run's name to its losses, float[n].
-      steps: the step of each loss, int[n]; 0, 1, ... if None.
-      ax: where to draw.
+      losses: A dict from run names to losses, float[n].
+      steps: The steps of the losses, int[n]. Defaults to 0, 1, ...
+      ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: for no runs, a run without losses, and losses or steps of other shapes.
-      TypeError: if `losses` is not a dict, or holds anything but real numbers.
+      ValueError: If there are no runs, a run has no losses, or shapes do not match.
+      TypeError: If `losses` is not a dict of real numbers.
 
     Example:
       >>> from optaxclip import plots
@@ -57,7 +60,7 @@ def loss_curves(
         top, bottom = max(y[0] for y in finite), min(y.min() for y in finite)
         margin = 0.05 * (top - bottom) or 1.0
         axes.set_ylim(bottom - margin, top + margin)
-    _lines(axes, curves)
+    _draw_lines(axes, curves)
     axes.set_ylabel("loss")
     return finish_axes(axes, legend=ax is None)
 
@@ -68,21 +71,21 @@ def norm_curves(
     threshold: float | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draws gradient norms over the steps on a logarithmic axis, a line for each run.
+    """Draws the gradient norms of runs over the steps on a logarithmic axis.
 
-    A cross at the top marks where a norm is not finite.
+    Crosses at the top mark steps at which a norm becomes non-finite.
 
     Args:
-      norms: a dict from each run's name to its norms, float[n].
-      steps: the step of each norm, int[n]; 0, 1, ... if None.
-      threshold: a norm to mark by a horizontal line. A threshold that changes from step to step is
-        drawn by `norms_over_steps`.
-      ax: where to draw.
+      norms: A dict from run names to norms, float[n].
+      steps: The steps of the norms, int[n]. Defaults to 0, 1, ...
+      threshold: A norm to mark with a horizontal line. For a threshold that changes during
+        training, use `norms_over_steps`.
+      ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: for no runs, a run without norms, and norms or steps of other shapes.
-      TypeError: if `norms` is not a dict, or holds anything but real numbers; for a threshold that
-        is not a real number, such as an array of one for each step.
+      ValueError: If there are no runs, a run has no norms, or shapes do not match.
+      TypeError: If `norms` is not a dict of real numbers, or `threshold` is not a real number. For
+        example, it may be an array with one threshold per step.
 
     Example:
       >>> from optaxclip import plots
@@ -94,60 +97,254 @@ def norm_curves(
     if threshold is not None and (not is_real(threshold) or np.ndim(threshold)):
         raise TypeError(
             f"threshold must be a number, got {short_repr(threshold)} of type "
-            f"{type(threshold).__name__}; "
-            "plots.norms_over_steps draws one run with a threshold for each step"
+            f"{type(threshold).__name__}; use plots.norms_over_steps for a threshold per step"
         )
     axes = new_axes(ax)
     axes.set_yscale("log")
-    _lines(axes, curves)
+    _draw_lines(axes, curves)
     if threshold is not None:
         axes.axhline(float(threshold), color="0.4", linewidth=1.0, label=f"threshold {threshold:g}")
     axes.set_ylabel("gradient norm")
     return finish_axes(axes, legend=ax is None)
 
 
+def norms_over_steps(
+    norms: HostArrayLike | Suggestion,
+    threshold: HostArrayLike | None = None,
+    steps: HostArrayLike | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draws the norms of one run on a logarithmic axis, and marks norms above a threshold.
+
+    Triangles mark norms above the threshold, and crosses at the top mark non-finite norms. Note
+    that a suggestion does not count the warm-up. Its triangles therefore only mark later steps.
+
+    Args:
+      norms: The norms before clipping, float[n], or the result of `optaxclip.tuning.suggest`, which
+        also contains a threshold.
+      threshold: A threshold, or the thresholds of all steps, float[n]. It can differ from the
+        threshold that was used in the run. Infinite thresholds are not drawn.
+      steps: The steps of the norms, int[n]. Defaults to the steps of the suggestion or 0, 1, ...
+      ax: The axes to use. Defaults to new axes with a legend.
+
+    Raises:
+      ValueError: If there are no norms, the norms have more than one axis, shapes do not match, or
+        `threshold` is used with a suggestion.
+      TypeError: If a norm is not a real number.
+
+    Example:
+      >>> from optaxclip import plots
+      >>> ax = plots.norms_over_steps([1.0, 1.2, 30.0, float("nan")], threshold=2.0)
+      >>> print(ax.get_legend_handles_labels()[1])
+      ['norm', 'above the threshold (1)', 'threshold 2', 'non-finite (1)']
+    """
+    suggestion = None
+    if isinstance(norms, Suggestion):
+        if threshold is not None:
+            raise ValueError(
+                f"threshold must be None with a suggestion, got {short_repr(threshold)}; pass "
+                "suggestion.norms to draw another threshold"
+            )
+        suggestion, norms, threshold = norms, norms.norms, norms.threshold
+        steps = suggestion.steps if steps is None else steps
+    x, y = check_series(norms, steps, "norms")
+    bound = None if threshold is None else np.asarray(threshold, np.float64)
+    if suggestion is not None and suggestion.recommendation == "none":
+        bound = None  # the suggestion is not to clip
+    if bound is not None and bound.shape not in ((), y.shape):
+        raise ValueError(
+            f"threshold must be a scalar or have shape {y.shape} like norms, got {bound.shape}"
+        )
+    axes = new_axes(ax)
+    finite = np.isfinite(y)
+    axes.set_yscale("log")
+    # Zeros have no position on a logarithmic axis, so they are gaps like non-finite norms.
+    shown = np.where(finite & (y > 0), y, np.nan)
+    plot_line(axes, x, shown, color="0.55", linewidth=1.0, label="norm")
+    if suggestion is not None and (warmup := suggestion.warmup_steps):
+        label = f"warm-up ({warmup}), not counted"
+        axes.axvspan(x[0], x[warmup], color="0.93", linewidth=0, zorder=0, label=label)
+    if bound is not None:
+        above = finite & (y > bound)
+        label = f"threshold {bound:.3g}" if bound.ndim == 0 else "threshold"
+        if suggestion is not None:
+            above, label = above & suggestion.is_used, _threshold_label(suggestion)
+        look = {"color": ORANGE, "markersize": 4, "zorder": 3}
+        axes.plot(x[above], y[above], "^", label=f"above the threshold ({above.sum()})", **look)
+        line = np.broadcast_to(np.where(np.isfinite(bound), bound, np.nan), y.shape)
+        plot_line(axes, x, line, "--", color=BLUE, linewidth=1.6, label=label)
+    if not finite.all():
+        mark_off_scale(axes, x[~finite], label=f"non-finite ({np.sum(~finite)})")
+    axes.set_ylabel("gradient norm")
+    return finish_axes(axes, legend=ax is None)
+
+
+def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
+    """Draws a histogram of the norms after the warm-up, with the suggested threshold.
+
+    Spikes, which are much larger than the norms of neighboring steps, have a separate color. Norms
+    above the threshold that are not spikes also have a separate color. They can occur when the
+    typical norm changes during training.
+
+    Args:
+      suggestion: The result of `optaxclip.tuning.suggest`.
+      ax: The axes to use. Defaults to new axes with a legend.
+
+    Raises:
+      TypeError: If `suggestion` is not a `Suggestion`.
+
+    Example:
+      >>> import numpy as np
+      >>> from optaxclip import plots, tuning
+      >>> norms = np.exp(0.2 * np.random.default_rng(0).normal(size=500))
+      >>> norms[[100, 200]] = 10.0, 50.0
+      >>> ax = plots.norm_histogram(tuning.suggest(norms))
+      >>> print(ax.get_legend_handles_labels()[1][1:])
+      ['typical (498)', 'spikes (2)']
+    """
+    check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
+    axes = new_axes(ax)
+    norms, threshold = suggestion.norms, suggestion.threshold  # [n], []
+    spikes, used = suggestion.is_spike, suggestion.is_used
+    above = norms > threshold
+    parts: tuple[tuple[str, Numbers, dict[str, Any]], ...] = (
+        ("typical", used & ~spikes & ~above, {"color": "0.7"}),
+        ("above the threshold, no spikes", used & ~spikes & above, {"color": PALE_ORANGE}),
+        ("spikes", spikes, {"color": ORANGE, "hatch": "////", "edgecolor": "white"}),
+    )
+    has_threshold = suggestion.recommendation != "none"
+    # Bins have equal widths in the logarithm, and the threshold is one of the edges. The edges are
+    # slightly larger because a norm equal to the threshold is not above it.
+    center = threshold if has_threshold else suggestion.typical_norm
+    low, high = np.log(norms[used].min() / center), np.log(norms[used].max() / center)
+    width = (high - low) / NUM_BINS or 0.1
+    bins = np.arange(np.floor(low / width - 1e-6), np.ceil(high / width) + 1)
+    edges = center * np.exp(bins * width) * (1 + 1e-9)  # [bins + 1]
+    axes.set_xscale("log")
+    axes.set_yscale("log")  # on a linear axis, a few norms among thousands would be invisible
+    heights = np.zeros(len(edges) - 1)
+    for name, part, look in parts:
+        if part.any():
+            counts = np.histogram(norms[part], edges)[0]
+            look = {"linewidth": 0, "align": "edge", "label": f"{name} ({part.sum()})", **look}
+            axes.bar(edges[:-1], counts, np.diff(edges), heights, **look)
+            heights += counts
+    axes.set_ylim(0.6, 1.5 * max(heights.max(), 1))  # so bars with a single norm are visible
+    if has_threshold:
+        label = _threshold_label(suggestion)
+        axes.axvline(threshold, color=BLUE, linestyle="--", linewidth=1.6, label=label)
+    after = " after the warm-up" if suggestion.warmup_steps else ""
+    axes.set_ylabel(f"number of steps{after}")
+    return finish_axes(axes, "gradient norm", legend=ax is None)
+
+
+def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
+    """Draws the final losses of a sweep over thresholds.
+
+    Crosses at the top mark diverged runs, in which the final loss is non-finite or above the first
+    loss. The dotted line shows the best loss, and bars show the noise of the losses. A loss with a
+    bar that reaches the dotted line is considered equal to the best loss. The suggested threshold
+    is the largest threshold with such a loss.
+
+    Args:
+      result: The result of `optaxclip.tuning.sweep`.
+      ax: The axes to use. Defaults to new axes with a legend.
+
+    Raises:
+      TypeError: If `result` is not a `SweepResult`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optaxclip import ops, plots, tuning
+      >>> def step(x, batch, threshold):
+      ...     loss, grad = jax.value_and_grad(lambda x: (x - batch) ** 2)(x)
+      ...     grad, norm = ops.clip_by_global_norm(grad, threshold)
+      ...     return x - 1.1 * grad, loss, norm
+      >>> key, data = jax.random.key(0), jnp.full(20, 9.0)
+      >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=key, data=data)
+      >>> ax = plots.sweep_curve(result)
+      >>> print(ax.get_legend_handles_labels()[1][1:3])
+      ['best loss', 'suggested threshold 0.01']
+    """
+    check_instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
+    axes = new_axes(ax)
+    axes.set_xscale("log")
+    losses = np.where(result.diverged, np.nan, result.final_loss)  # [thresholds]
+    style = {"color": "0.35", "linewidth": 1.4}
+    axes.plot(result.thresholds, losses, "o-", label="final loss", **style)
+    if not result.diverged.all():
+        good = ~result.diverged
+        # Bars only extend downward because only the distance to the best loss matters.
+        noises = np.stack([result.loss_noise[good], np.zeros(good.sum())])  # [2, good]
+        look = {"fmt": "none", "ecolor": BLUE, "elinewidth": 1.2, "capsize": 4}
+        label = "noise: equivalent to the best if it reaches the line"
+        axes.errorbar(result.thresholds[good], losses[good], noises, label=label, **look)
+        best = losses[good].min()
+        axes.axhline(best, color=BLUE, linewidth=0.8, linestyle=":", label="best loss")
+        label = f"suggested threshold {result.threshold:.3g}"
+        axes.axvline(result.threshold, color=BLUE, linestyle="--", linewidth=1.6, label=label)
+    if result.diverged.any():
+        label = "diverged: non-finite or above the first loss"
+        mark_off_scale(axes, result.thresholds[result.diverged], label=label)
+    if result.diverged.all():
+        axes.set_yticks([])  # the default ticks would suggest losses between 0 and 1
+    axes.set_ylabel("final loss")
+    return finish_axes(axes, "threshold", legend=ax is None)
+
+
 def _check_runs(
-    series: Curves, steps: HostArrayLike | None, what: str
+    series: Curves, steps: HostArrayLike | None, name: str
 ) -> dict[str, tuple[Numbers, Numbers]]:
-    """Steps and values of each run."""
+    """Returns the steps and the values of runs."""
     if not isinstance(series, Mapping):
         raise TypeError(
-            f"{what} must be a dict with each run's {what} under its name, such as "
-            f"{{'run': {what}}}, got {short_repr(series)} of type {type(series).__name__}"
+            f"{name} must be a dict from run names to {name}, such as {{'run': {name}}}, got "
+            f"{short_repr(series)} of type {type(series).__name__}"
         )
     if not series:
-        raise ValueError(f"{what} must be a dict with at least one run by its name, got none")
-    return {name: curve(values, steps, f"{what} of {name!r}") for name, values in series.items()}
+        raise ValueError(f"{name} must be a dict with at least one run, got an empty dict")
+    return {
+        run: check_series(values, steps, f"{name} of {run!r}") for run, values in series.items()
+    }
 
 
-def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[str, Line2D]":
-    drawn = {}
+def _draw_lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> None:
+    lines = list["Line2D"]()
     for depth, (name, (x, y)) in enumerate(curves.items()):
-        color, style = line_style(depth)
+        # The line styles shift after all colors were used, so pairs of colors and line styles
+        # repeat only after `len(COLORS) * len(STYLES)` curves.
+        shift, number = divmod(depth, len(COLORS))
+        color, style = COLORS[number], STYLES[(number + shift) % len(STYLES)]
         line = plot_line(ax, x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)
-        # The first line is on top; lines below it are wider, so that equal ones stay visible.
-        line.set(zorder=3 - depth / len(curves), linewidth=LEAST_WIDTH + WIDER * depth)
-        drawn[name] = line
-    for name, (x, y) in curves.items():
-        _mark_end(ax, x, y, drawn[name])
+        # The first line is on top. Lines below it are wider, so that equal lines remain visible.
+        line.set(zorder=3 - depth / len(curves), linewidth=1.4 + 0.25 * depth)
+        lines.append(line)
+    for line, (x, y) in zip(lines, curves.values(), strict=True):
+        _mark_nonfinite(ax, x, y, line)
     if not all(np.isfinite(y).all() for _, y in curves.values()):
-        ax.plot([], [], "X", color="black", markersize=8, label="not finite")
-    return drawn
+        ax.plot([], [], "X", color="black", markersize=8, label="non-finite")
 
 
-def _mark_end(ax: "Axes", x: Numbers, y: Numbers, like: "Line2D") -> None:
-    """Leads a line up to a cross on the upper edge at each point where it stops being finite.
+def _mark_nonfinite(ax: "Axes", x: Numbers, y: Numbers, line: "Line2D") -> None:
+    """Extends a line to a cross at the upper edge where its values become non-finite.
 
-    The edge is found when the axes are drawn, so their range may change until then.
+    The position of the edge is computed when the figure is drawn, so the limits of the axes can
+    change until then.
     """
     from matplotlib.patches import ConnectionPatch
 
     bad = ~np.isfinite(y)
+    # Only the first of several consecutive non-finite values is marked.
     firsts = np.flatnonzero(bad & ~np.append(False, bad[:-1]))
-    look = {"color": like.get_color(), "zorder": like.get_zorder()}
+    look = {"color": line.get_color(), "zorder": line.get_zorder()}
     if len(firsts):
         mark_off_scale(ax, x[firsts], label="_", markersize=11, **look)
     for first in firsts[firsts > 0]:
         last, top = (float(x[first - 1]), float(y[first - 1])), (float(x[first]), 1.0)
-        rise = {"linewidth": like.get_linewidth(), "clip_on": True}
+        rise = {"linewidth": line.get_linewidth(), "clip_on": True}
         ax.add_patch(ConnectionPatch(last, top, "data", ax.get_xaxis_transform(), **rise, **look))
+
+
+def _threshold_label(suggestion: Suggestion) -> str:
+    kind = "best constant " if suggestion.recommendation == "adaptive" else ""
+    return f"{kind}threshold {suggestion.threshold:g}, clips {suggestion.clipped_fraction:.1%}"

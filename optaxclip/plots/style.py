@@ -1,9 +1,8 @@
-"""The look that all pictures share, and checks of the numbers that they show."""
+"""The style of all plots, and checks of their data."""
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,98 +13,92 @@ from optaxclip._base.validation import install_command, short_repr
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-    from matplotlib.figure import Figure, SubFigure
-    from matplotlib.legend import Legend
     from matplotlib.lines import Line2D
 
 Numbers = np.ndarray[Any, Any]
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#4800F0")
-"""Okabe and Ito's palette, which colour-blind readers can tell apart; a violet in place of its
-yellow, which is too pale on white."""
+"""The palette of Okabe and Ito for color-blind readers, with a violet instead of the yellow, which
+is too pale on white."""
 STYLES = ("-", "--", "-.", ":")
-"""Line styles, for print in grey and for readers who cannot tell the colours apart."""
-MAX_COLUMNS = 4
-"""Of a legend: more labels in a row are hard to read."""
+"""Line styles, for grayscale prints and for readers who cannot distinguish the colors."""
+MAX_LEGEND_COLUMNS = 4
 
 
 @contextlib.contextmanager
 def require_matplotlib() -> Iterator[None]:
-    """If Matplotlib is missing, turns the error into one that says how to install it."""
+    """Adds the installation command to the error if Matplotlib is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
-        message = f"optaxclip.plots needs Matplotlib: {install_command('plot')}"
+        message = f"optaxclip.plots requires Matplotlib; run {install_command('plot')}"
         raise ModuleNotFoundError(message) from error
 
 
 def new_axes(ax: "Axes | None") -> "Axes":
-    """`ax`, or new axes if it is None."""
+    """Returns `ax`, or new axes if it is None."""
     if ax is not None:
         return ax
+    # Matplotlib is an optional dependency, so it is only imported when a plot is drawn.
     with require_matplotlib():
         from matplotlib import pyplot as plt
     return plt.subplots(layout="constrained")[1]
 
 
-def line_style(number: int) -> tuple[str, str]:
-    """The colour and the line style of curve `number`, from 0.
-
-    After each round through the colours the next style is used, so a pair comes again only after
-    `len(COLORS) * len(STYLES)` curves.
-    """
-    again, color = divmod(number, len(COLORS))
-    return COLORS[color], STYLES[(color + again) % len(STYLES)]
-
-
-def curve(
+def check_series(
     values: HostArrayLike, steps: HostArrayLike | None, name: str
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, np.dtype[np.float64]]]:
-    """The steps and values of one line, [n] each; messages call the values by `name`."""
+) -> tuple[Numbers, Numbers]:
+    """Returns the steps and the values of a line, `[n]`. Messages refer to the values by `name`."""
     try:
-        y = np.asarray(values, np.float64)
+        y = np.asarray(values, np.float64)  # [n]
     except (TypeError, ValueError) as error:
         message = f"{name} must be real numbers in one axis, got {short_repr(values)}"
         raise TypeError(message) from error
     if y.ndim != 1:
-        remedy = "of a record per leaf take one column, or np.linalg.norm(norms, axis=1)"
-        raise ValueError(f"{name} must have one axis, got the shape {y.shape}; {remedy}")
-    if not y.size:
-        raise ValueError(f"{name} must have at least one entry, got none; record some steps first")
-    x = np.arange(len(y)) if steps is None else np.asarray(steps)
-    if x.shape != y.shape:
         raise ValueError(
-            f"steps must have one entry for each of {len(y)} {name}, got the shape {x.shape}"
+            f"{name} must have one axis, got shape {y.shape}; use one column of a record per "
+            "leaf or np.linalg.norm(norms, axis=1)"
         )
-    return x, y
+    if not y.size:
+        raise ValueError(f"{name} must not be empty, got shape {y.shape}; record some steps first")
+    return check_steps(steps, len(y), name), y
+
+
+def check_steps(steps: HostArrayLike | None, number: int, name: str) -> Numbers:
+    """Returns the steps `[number]`, which default to 0, 1, ..."""
+    x = np.arange(number) if steps is None else np.asarray(steps)
+    if x.shape != (number,):
+        raise ValueError(f"steps must have shape ({number},) like {name}, got {x.shape}")
+    return x
 
 
 def check_instance(value: Any, kind: type, argument: str, maker: str) -> None:
-    """Checks that a value has the type that a picture needs."""
+    """Checks that a value has the type that a plot requires."""
     if not isinstance(value, kind):
         raise TypeError(
-            f"{argument} must be a {kind.__name__}, which {maker} returns, got a value of type "
+            f"{argument} must be a {kind.__name__} from {maker}, got a value of type "
             f"{type(value).__name__}"
         )
 
 
 def finish_axes(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":
-    """Adds to the axes what every picture has, and returns them."""
+    """Applies the common style to axes, and returns them."""
     ax.set_xlabel(xlabel)
     ax.grid(color="0.9")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     for axis in (ax.xaxis, ax.yaxis):
         if axis.get_scale() == "log":
-            plain_ticks(axis)
+            use_plain_ticks(axis)
     if legend:
         legend_below(ax)
     return ax
 
 
-def plain_ticks(axis: "Axis") -> None:
-    """Puts numbers such as 0.5 beside a logarithmic axis, and some within a power of ten."""
+def use_plain_ticks(axis: "Axis") -> None:
+    """Labels a logarithmic axis with numbers such as 0.5, also between powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    # Matplotlib's default is 10^k at powers of ten only, which is clearer for extreme ranges.
     low, high = axis.get_view_interval()
     if not 1e-4 < low < high < 1e6:
         return
@@ -117,49 +110,41 @@ def plain_ticks(axis: "Axis") -> None:
 
 
 def plot_line(ax: "Axes", x: Numbers, y: Numbers, style: str = "-", **look: Any) -> "Line2D":
-    """Draws a line, and a marker at each point without a neighbor, which a line would not show."""
-    finite = np.pad(np.isfinite(y), 1)
-    isolated = finite[1:-1] & ~finite[:-2] & ~finite[2:]
+    """Draws a line, with markers at points without neighbors, which a line would not show."""
+    finite = np.pad(np.isfinite(y), 1)  # [n + 2]
+    isolated = finite[1:-1] & ~finite[:-2] & ~finite[2:]  # [n]
     if isolated.any():
         look |= {"marker": "o", "markersize": 5, "markevery": np.flatnonzero(isolated).tolist()}
     return ax.plot(x, y, style, **look)[0]
 
 
 def mark_off_scale(ax: "Axes", x: HostArrayLike, **look: Any) -> None:
-    """Draws crosses on the upper edge that the axes have when the figure is drawn.
-
-    The edge cuts no cross in half. A cross far beside the axes is not drawn, because the figure
-    would have to shrink the axes for it.
-    """
+    """Draws crosses at the upper edge of the axes, even if their limits change later."""
     from matplotlib.transforms import Bbox, TransformedBbox
 
     look = {"color": "black", "markeredgecolor": "white", "markersize": 9, "zorder": 4, **look}
+    # The transform uses data coordinates for `x` and fractions of the axes for the height.
     ones = np.ones(np.shape(x))
     (crosses,) = ax.plot(x, ones, "X", transform=ax.get_xaxis_transform(), **look)
+    # The clip box is larger than the axes because the edge would cut crosses in half. However,
+    # crosses far outside are clipped because a constrained layout would shrink the axes for them.
     crosses.set_clip_box(TransformedBbox(Bbox([[-0.05, 0.0], [1.05, 1.1]]), ax.transAxes))
 
 
 def legend_below(ax: "Axes") -> None:
-    """A legend below the axes, with as many columns as the figure has room for, at most 4."""
+    """Draws a legend below the axes, with as many columns as fit into the figure, at most 4."""
     from matplotlib import rcParams
     from matplotlib.transforms import ScaledTranslation
 
-    # The ticks, their labels and the label of the axis take three lines.
+    # The ticks, their labels and the label of the axis use three lines.
     inches = 3.0 * rcParams["font.size"] / 72
     below = ax.transAxes + ScaledTranslation(0.0, -inches, ax.figure.dpi_scale_trans)
     look = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": below}
-    labels = ax.get_legend_handles_labels()[1]
-    make = functools.partial(ax.legend, frameon=False, **look)
-    fit_legend(ax.figure, len(labels), MAX_COLUMNS, lambda columns: make(ncols=columns))
-
-
-def fit_legend(
-    figure: "Figure | SubFigure", labels: int, columns: int, make: "Callable[[int], Legend]"
-) -> None:
-    """Makes the legend by `make(columns)`, with as many columns as fit into the figure."""
-    for rows in range(max(1, math.ceil(labels / columns)), labels + 1):
-        legend = make(math.ceil(labels / rows))
-        if legend.get_window_extent().width <= figure.bbox.width:
+    labels = max(1, len(ax.get_legend_handles_labels()[1]))
+    for rows in range(math.ceil(labels / MAX_LEGEND_COLUMNS), labels + 1):
+        columns = math.ceil(labels / rows)
+        legend = ax.legend(frameon=False, ncols=columns, **look)
+        # The width of a legend is only known after it was made.
+        if columns == 1 or legend.get_window_extent().width <= ax.figure.bbox.width:
             return
         legend.remove()
-    make(1)

@@ -6,6 +6,7 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from compiling import AS_USERS, where_sums_are_fused
 
@@ -155,6 +156,24 @@ def test_accumulate_sums_wide_params_in_float64(x64):
         _, grads, _ = jax.jit(by_parts)(w, x.astype(w.dtype))
         assert grads.dtype == jnp.float64
         np.testing.assert_allclose(grads, np.mean(x.astype(w.dtype)), rtol=1e-15)
+
+
+def test_accumulate_sums_have_leaf_dtypes_for_mixed_params(x64):
+    def loss(params, x):
+        return jnp.mean(x) * sum(jnp.sum(leaf).astype(x.dtype) for leaf in params.values())
+
+    params = {"narrow": jnp.ones(2, jnp.float32), "wide": jnp.ones(2, jnp.float64)}
+    by_parts = accumulate.value_and_grad(loss, microbatch_size=1, clip=optax.trace(0.5))
+    args = params, jnp.arange(4.0)
+    _, grads, found = jax.eval_shape(
+        lambda *args: by_parts(*args, state=by_parts.init(*args)), *args
+    )
+    for tree in (grads, found.state.clip.trace):
+        assert {name: x.dtype for name, x in tree.items()} == {
+            "narrow": "float32",
+            "wide": "float64",
+        }
+    assert found.loss.dtype == jnp.float64
 
 
 def test_accumulate_differentiates_complex_params():

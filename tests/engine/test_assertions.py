@@ -72,6 +72,10 @@ def each_half(leaves):
     return [leaf.astype(jnp.float16) for leaf in leaves]
 
 
+def of_means(means, change):
+    return means._replace(leaves=change(means.leaves))
+
+
 def value_and_grad(tree):
     def loss(tree, x):
         return jnp.sum(tree["a"]) * jnp.mean(x)
@@ -98,13 +102,17 @@ ENDS = {
     "accumulate, shapes": (
         loop,
         "scan_on_mesh",
-        lambda x: (([*map(longer, x[0][0])], x[0][1]), x[1]),
+        lambda x: ((of_means(x[0][0], lambda leaves: [*map(longer, leaves)]), x[0][1]), x[1]),
     ),
-    "accumulate, dtypes": (loop, "scan_on_mesh", lambda x: ((each_half(x[0][0]), x[0][1]), x[1])),
+    "accumulate, dtypes": (
+        loop,
+        "scan_on_mesh",
+        lambda x: ((of_means(x[0][0], each_half), x[0][1]), x[1]),
+    ),
     "accumulate, rows": (
-        loop.MicrobatchStats,
-        "create",
-        lambda row: row._replace(norm=row.norm[None, None]),
+        loop,
+        "scan_on_mesh",
+        lambda x: (x[0], (x[1][0]._replace(norm=x[1][0].norm[None, None]), x[1][1])),
     ),
 }
 CALLS = {

@@ -18,7 +18,7 @@ def test_loss_curves_cut_explosions_off_and_cross_them_out():
     losses = {"plain": [4.0, 1e30, np.nan, np.nan], "clipped": [4.0, 3.0, 1e9, 2.0]}
     assert plots.loss_curves(losses, [0, 10, 20, 30], ax=ax) is ax
     assert 4.0 < ax.get_ylim()[1] < 5.0
-    assert labels(ax) == ["plain", "clipped", "not finite"]
+    assert labels(ax) == ["plain", "clipped", "non-finite"]
     crosses = [line for line in ax.lines if line.get_marker() == "X" and len(line.get_xdata())]
     assert [line.get_xdata()[-1] for line in crosses] == [20]
     at = ax.transAxes.inverted().transform(crosses[0].get_transform().transform((20, 1)))
@@ -94,13 +94,13 @@ def test_equal_runs_are_all_seen():
         (
             {"a": []},
             {},
-            "norms of 'a' must have at least one entry, got none; record some steps first",
+            r"norms of 'a' must not be empty, got shape \(0,\); record some steps first",
         ),
-        ({"a": np.ones((3, 2))}, {}, r"must have one axis, got the shape \(3, 2\); .* one column"),
+        ({"a": np.ones((3, 2))}, {}, r"must have one axis, got shape \(3, 2\); use one column .*"),
         (
             {"a": [1.0]},
             {"steps": [1, 2]},
-            r"steps must have one entry for each of 1 norms of 'a', got .*2",
+            r"steps must have shape \(1,\) like norms of 'a', got \(2,\)",
         ),
     ],
 )
@@ -118,7 +118,9 @@ def test_curves_are_given_by_the_name_of_their_run(draw, series):
 
 @pytest.mark.parametrize("threshold", [np.array([1.0, 1.5]), [1.0, 1.5], {"a": 1.0}, "1.0", True])
 def test_norm_curves_need_number_as_threshold(threshold):
-    with pytest.raises(TypeError, match=r"^threshold must be a number, got .*; plots\.norms_over"):
+    with pytest.raises(
+        TypeError, match=r"^threshold must be a number, got .*; use plots\.norms_over"
+    ):
         plots.norm_curves({"a": [1.0, 2.0]}, threshold=threshold)
 
 

@@ -55,7 +55,7 @@ def test_each_size_has_its_bar_and_the_first_format_marks_what_it_loses():
     assert columns[4:] == ["bfloat16", "0 %", "0 %", "0 %"]
     colors = [text.get_color() for text in ax.texts]
     assert colors == [plots.COLORS[1]] * 4 + [plots.COLORS[2]] * 4
-    assert ax.get_xlabel() == "size of an entry (33 % are 0, 1 not finite)"
+    assert ax.get_xlabel() == "element size (33% zero, 1 non-finite)"
     assert names(ax) == ["float16", "bfloat16", *TREE]
     assert ax.get_legend() is None
     assert sorted(ax.get_legend_handles_labels()[1]) == [HELD, LOST]
@@ -70,8 +70,8 @@ def test_heights_are_shares_of_a_row_on_a_logarithmic_axis():
     share = {x: np.interp(y, at, [-6.0, -4.0, -2.0, 0.0]) for x, y in heights.items()}
     np.testing.assert_allclose(share[1], np.log10(0.00999), atol=0.01)
     np.testing.assert_allclose(share[3], -5.0, atol=1e-6)
-    assert ax.get_ylabel() == "share of the entries"
-    assert ax.get_xlabel() == "size of an entry"
+    assert ax.get_ylabel() == "fraction of elements"
+    assert ax.get_xlabel() == "element size"
     assert not ax.texts
     of_few = drawn(by_hand([1, 1999], [-30, 0]), dtypes=("float16", "bfloat16")).texts
     assert [text.get_text() for text in of_few][1::2] == ["<0.1 %", "0 %"]
@@ -114,15 +114,15 @@ def test_the_sizes_of_float64_and_many_rows():
 @pytest.mark.parametrize(
     ("histogram", "dtypes", "error", "message"),
     [
-        (FOUND["none"], (), ValueError, "must have an entry that is finite and not 0, got none"),
-        ({}, (), ValueError, "a dict with at least one histogram, got none"),
-        (3, (), TypeError, "histogram must be a Histogram, which monitor.histograms returns"),
+        (FOUND["none"], (), ValueError, "must contain a finite non-zero element, got 0; train"),
+        ({}, (), ValueError, "must contain at least one histogram, got an empty dict"),
+        (3, (), TypeError, "histogram must be a Histogram from monitor.histograms, got"),
         ({"a": 3}, (), TypeError, r"histogram\['a'\] must be a Histogram"),
-        (FOUND, "float16", TypeError, "dtypes must be a tuple of number formats, got 'float16'"),
-        (FOUND, jnp.float16, TypeError, "dtypes must be a tuple of number formats"),
-        (FOUND, ("int8",), TypeError, "dtypes must be formats of floating-point numbers"),
-        (FOUND, ("bool",), TypeError, "dtypes must be formats of floating-point numbers"),
-        (FOUND, ("float16",) * 8, ValueError, "dtypes must be at most 7, got 8"),
+        (FOUND, "float16", TypeError, "dtypes must be a tuple of dtypes, got 'float16'"),
+        (FOUND, jnp.float16, TypeError, "dtypes must be a tuple of dtypes"),
+        (FOUND, ("int8",), TypeError, "dtypes must be floating-point dtypes such as"),
+        (FOUND, ("bool",), TypeError, "dtypes must be floating-point dtypes such as"),
+        (FOUND, ("float16",) * 8, ValueError, "dtypes must contain at most 7, got 8"),
     ],
 )
 def test_bad_input(histogram, dtypes, error, message):

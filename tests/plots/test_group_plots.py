@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-import optaxclip.plots.groups as groups
+import optaxclip.plots.leaves as leaves
 from optaxclip import monitor, plots, scopes
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -34,8 +34,8 @@ def test_heatmap_explains_nonfinite_color():
     values = [[1.0, NAN], [np.inf, 2.0]]
     ax = plots.heatmap(values)
     (text,) = ax.get_legend().get_texts()
-    assert text.get_text() == "not finite (2)"
-    assert plots.heatmap(values, ax=axes()).get_legend_handles_labels()[1] == ["not finite (2)"]
+    assert text.get_text() == "non-finite (2)"
+    assert plots.heatmap(values, ax=axes()).get_legend_handles_labels()[1] == ["non-finite (2)"]
     assert plots.heatmap([[1.0, 2.0]]).get_legend() is None
 
 
@@ -49,7 +49,7 @@ def test_a_heatmap_has_the_ends_of_its_statistic():
     ):
         ax = plots.heatmap(values, ["w", "b"], range(10, 10 + len(values)), stat=stat, ax=axes())
         mesh, (_, bar) = ax.collections[0], ax.figure.axes
-        assert bar.get_ylabel() == groups.HEATMAP_STYLES[stat].label
+        assert bar.get_ylabel() == leaves.HEATMAP_STYLES[stat].label
         places = mesh.get_coordinates()[0, :, 0]
         assert ((places[1:] + places[:-1]) / 2).tolist() == [*range(10, 10 + len(values))]
         assert (mesh.norm.vmin, mesh.norm.vmax) == ends, stat
@@ -61,11 +61,11 @@ def test_a_heatmap_has_the_ends_of_its_statistic():
 def test_all_that_a_record_keeps_can_be_shown():
     from optaxclip.monitor._statistics import STATISTICS
 
-    assert list(groups.HEATMAP_STYLES) == list(STATISTICS)
+    assert list(leaves.HEATMAP_STYLES) == list(STATISTICS)
     tx = monitor.record(3, scope=scopes.leaf(), stats=tuple(STATISTICS))
     grads = {"w": np.ones(2, np.float32), "b": np.zeros(3, np.float32)}
     state = tx.init(grads)
-    with pytest.raises(ValueError, match=r"got the shape \(0, 2\) and 2 names; record some steps"):
+    with pytest.raises(ValueError, match=r"got shape \(0, 2\) and 2 names; record some steps"):
         plots.heatmap(monitor.history(state), monitor.history_names(state))
     _, state = tx.update(grads, state, grads)
     names = monitor.history_names(state)
@@ -77,7 +77,10 @@ def test_all_that_a_record_keeps_can_be_shown():
     ("draw", "message"),
     [
         (lambda: plots.heatmap([[0.5]], stat="shares"), "'shares'; did you mean 'share'"),
-        (lambda: plots.heatmap([[0.5]], steps=[1, 2]), "for each of 1 rows"),
+        (
+            lambda: plots.heatmap([[0.5]], steps=[1, 2]),
+            r"steps must have shape \(1,\) like the rows of values, got \(2,\)",
+        ),
     ],
 )
 def test_what_cannot_be_drawn(draw, message):
@@ -87,5 +90,7 @@ def test_what_cannot_be_drawn(draw, message):
 
 @pytest.mark.parametrize("values", [[[1.0], [1.0, 2.0]], [["a"]], {"w": 1.0}])
 def test_heatmap_needs_real_numbers(values):
-    with pytest.raises(TypeError, match=r"values must be real numbers .* in each row, got "):
+    with pytest.raises(
+        TypeError, match=r"values must be real numbers .* with rows of equal length, got "
+    ):
         plots.heatmap(values)

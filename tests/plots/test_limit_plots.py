@@ -29,19 +29,19 @@ def line(ax, label):
 def test_norms_over_steps_marks_what_is_above_a_threshold():
     ax, norms = axes(), [1.0, 3.0, np.nan, 2.0, 0.0, np.inf]
     assert plots.norms_over_steps(norms, 2.0, steps=range(10, 16), ax=ax) is ax
-    assert labels(ax) == ["norm", "above the threshold (1)", "threshold 2", "not finite (2)"]
+    assert labels(ax) == ["norm", "above the threshold (1)", "threshold 2", "non-finite (2)"]
     assert line(ax, "above the threshold (1)").get_xydata().tolist() == [[11.0, 3.0]]
-    assert line(ax, "not finite (2)").get_xdata().tolist() == [12, 15]
+    assert line(ax, "non-finite (2)").get_xdata().tolist() == [12, 15]
     assert (ax.get_yscale(), ax.get_ylabel()) == ("log", "gradient norm")
     assert ax.get_legend() is None
 
 
 def test_pictures_of_results_say_who_returns_them():
     for draw, words in (
-        (plots.norm_histogram, "suggestion must be a Suggestion, which optaxclip.tuning.suggest"),
-        (plots.sweep_curve, "result must be a SweepResult, which optaxclip.tuning.sweep"),
+        (plots.norm_histogram, "suggestion must be a Suggestion from optaxclip.tuning.suggest"),
+        (plots.sweep_curve, "result must be a SweepResult from optaxclip.tuning.sweep"),
     ):
-        with pytest.raises(TypeError, match=f"{words} returns, got a value of type ndarray"):
+        with pytest.raises(TypeError, match=f"{words}, got a value of type ndarray"):
             draw(np.ones(3))
 
 
@@ -67,19 +67,19 @@ def test_norms_over_steps_marks_points_without_neighbors():
         (
             [],
             {"threshold": 1.0},
-            "norms must have at least one entry, got none; record some steps first",
+            r"norms must not be empty, got shape \(0,\); record some steps first",
         ),
-        (np.ones((3, 2)), {}, r"norms must have one axis, got the shape \(3, 2\); of a record"),
-        (3.0, {}, r"norms must have one axis, got the shape \(\)"),
+        (np.ones((3, 2)), {}, r"norms must have one axis, got shape \(3, 2\); use one column"),
+        (3.0, {}, r"norms must have one axis, got shape \(\)"),
         (
             [1.0],
             {"threshold": [1.0, 2.0]},
-            r"threshold must be one, or one for each of 1 norms, got .*2,",
+            r"threshold must be a scalar or have shape \(1,\) like norms, got \(2,\)",
         ),
         (
             [1.0],
             {"steps": [1, 2]},
-            r"steps must have one entry for each of 1 norms, got the shape \(2,\)",
+            r"steps must have shape \(1,\) like norms, got \(2,\)",
         ),
     ],
 )
@@ -128,12 +128,12 @@ def test_no_ordinary_bar_lies_beyond_the_threshold():
     threshold = dataclasses.replace(suggestion, threshold=2.0)
     ax = plots.norm_histogram(threshold, ax=axes())
     bars = {bars.get_label().split(" (")[0]: bars for bars in ax.containers}
-    assert set(bars) >= {"ordinary", "above the threshold, no spikes"}
+    assert set(bars) >= {"typical", "above the threshold, no spikes"}
     for label, of_label in bars.items():
         edges = [
-            b.get_x() + b.get_width() * (label == "ordinary") for b in of_label if b.get_height()
+            b.get_x() + b.get_width() * (label == "typical") for b in of_label if b.get_height()
         ]
-        assert (max(edges) <= 2.0 * (1 + 1e-6)) if label == "ordinary" else (min(edges) >= 2.0)
+        assert (max(edges) <= 2.0 * (1 + 1e-6)) if label == "typical" else (min(edges) >= 2.0)
     assert (
         sum(b.get_height() for of_label in bars.values() for b in of_label)
         == suggestion.is_used.sum()
@@ -154,11 +154,11 @@ def test_heatmap_has_a_row_for_each_leaf():
 
 @pytest.mark.parametrize(("shape", "names"), [((3,), None), ((3, 2), ["a"]), ((3, 0), None)])
 def test_heatmap_refuses_other_shapes(shape, names):
-    with pytest.raises(ValueError, match=r"values must be \[steps, leaves\], got the shape \(3,"):
+    with pytest.raises(ValueError, match=r"values must be \[steps, leaves\], got shape \(3,"):
         plots.heatmap(np.ones(shape), names)
 
 
-DIVERGED = "diverged: not finite, or above the first loss"
+DIVERGED = "diverged: non-finite or above the first loss"
 
 
 def result(final, threshold):
@@ -180,7 +180,7 @@ def test_sweep_curve_shows_diverged_runs():
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [2.0, 1.0, np.nan])
     assert "suggested threshold 1" in labels(ax)
     (bars,) = ax.containers
-    assert bars.get_label() == "noise: as good as the best if it reaches that line"
+    assert bars.get_label() == "noise: equivalent to the best if it reaches the line"
     ends = [end[:, 1].tolist() for end in bars.lines[2][0].get_segments()]
     np.testing.assert_allclose(ends, [[1.9, 2.0], [0.9, 1.0]])
 

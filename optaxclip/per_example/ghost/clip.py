@@ -30,7 +30,7 @@ from optaxclip.per_example._batched_clip import (
     sum_dtype,
     sums_specs,
 )
-from optaxclip.per_example._example_loss import ExampleLoss, RunningSums
+from optaxclip.per_example._example_loss import RunningSums
 from optaxclip.per_example.ghost.norms import Estimate, bound_norms
 from optaxclip.per_example.ghost.plan import GhostNormPlan, add_direct_gradients, differentiate
 from optaxclip.per_example.ghost.sites import BackpropResult
@@ -53,61 +53,45 @@ def check_scope(grouping: Grouping, one: FlatTree) -> None:
 
 def compute_clipped_sums(
     plan: GhostNormPlan,
-    loss: ExampleLoss,
     measured: list[Any],
     grouping: Grouping,
     thresholds: list[Array],
     response: Response,
     batch: tuple[Any, Array],
 ) -> tuple[ClippedSums, Array, PyTree]:
-    """Computes the clipped sums, the losses and aux of a microbatch.
-
-    Args:
-      plan: The plan.
-      loss: The loss.
-      measured: The parameters.
-      grouping: The groups of one example.
-      thresholds: The thresholds of the groups.
-      response: The response to a norm above its threshold.
-      batch: The examples, and flags of padding.
-    """
+    """Computes the clipped sums, the losses and aux of a microbatch."""
     examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
 
+    @global_view(out_like=lambda *_: sums_specs(examples, measured), compiled=False)
     def clip_batch(
         backward: BackpropResult, thresholds: list[Array], is_padding: Array
     ) -> ClippedSums:
         norms = Norms.create(plan, backward, grouping, is_padding)
         return norms.clip_and_sum(thresholds, response)
 
-    on_mesh = global_view(out_like=lambda *_: sums_specs(examples, measured), compiled=False)
-    sums = on_mesh(clip_batch)(backward, thresholds, is_padding)
-    return sums, *loss.split(backward.outputs)
+    return clip_batch(backward, thresholds, is_padding), *backward.outputs
 
 
 def compute_norms(
-    plan: GhostNormPlan,
-    loss: ExampleLoss,
-    measured: list[Any],
-    grouping: Grouping,
-    batch: tuple[Any, Array],
+    plan: GhostNormPlan, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Computes the norms, the losses and aux of a microbatch."""
     examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
 
+    @global_view(out_like=lambda *_: sums_specs(examples, []), compiled=False)
     def bound_batch(backward: BackpropResult, is_padding: Array) -> ClippedSums:
         norms = Norms.create(plan, backward, grouping, is_padding)
         upper = norms.upper
         if norms.needs_exact:
-            upper = lax.cond(
-                jnp.any(norms.any_needs_exact), norms.recompute_exact, lambda: norms.upper
-            )
+            # Exact norms take much longer, and ordinary examples never need them.
+            is_any = jnp.any(norms.any_needs_exact)
+            upper = lax.cond(is_any, norms.recompute_exact, lambda: norms.upper)
         arranged = arrange_example_norms([own.norm for own in upper], is_padding, grouping)
         return ClippedSums(*RunningSums.empty(), arranged)
 
-    on_mesh = global_view(out_like=lambda *_: sums_specs(examples, []), compiled=False)
-    return on_mesh(bound_batch)(backward, is_padding), *loss.split(backward.outputs)
+    return bound_batch(backward, is_padding), *backward.outputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,27 +99,17 @@ class Norms:
     """Upper bounds on the norms of a batch that allow for the rounding of the sum.
 
     See `rounding_bounds` for their derivation.
-
-    Attributes:
-      plan: The plan.
-      backward: The batch, with all gradients that the plan computes.
-      grouping: The groups of one example.
-      is_padding: bool `[examples]`.
-      estimates: The estimates `[examples]` of the terms.
-      needs_exact: The examples that lost digits that their norms need, bool `[examples]`, for terms
-        with Gram matrices.
-      any_needs_exact: The examples that lost digits in any term, bool `[examples]`.
-      upper: The upper bounds `[examples]` of the groups from the estimates. Factors are computed
-        from their field `divisor`.
     """
 
     plan: GhostNormPlan
-    backward: BackpropResult
-    grouping: Grouping
-    is_padding: Array
-    estimates: dict[Key, Estimate]
+    backward: BackpropResult  # With all gradients that the plan computes.
+    grouping: Grouping  # The groups of one example.
+    is_padding: Array  # bool[examples]
+    estimates: dict[Key, Estimate]  # f32[examples] for all terms.
+    # The examples that lost digits that their norms need, bool[examples], for Gram matrices.
     needs_exact: dict[Key, Array]
-    any_needs_exact: Array
+    any_needs_exact: Array  # bool[examples]
+    # f32[examples] for all groups. Factors are computed from the field `divisor`.
     upper: list[ScaledNorms]
 
     @classmethod
@@ -201,7 +175,7 @@ class Norms:
 
         def sum_exactly() -> ClippedSums:
             exact, exact_counts = compute_multipliers(self.recompute_exact())
-            # The multipliers of all other examples are unchanged.
+            # Only the multipliers of examples that lost digits change.
             select = functools.partial(jnp.where, self.any_needs_exact)
             selected = jax.tree.map(select, exact, multipliers)
             return exact_counts._replace(leaves=self.sum_weighted(selected, are_ordinary=False))
@@ -216,24 +190,21 @@ class Norms:
         )
 
     def recompute_exact(self) -> list[ScaledNorms]:
-        """Computes the upper bounds from gradients, for the examples that lost digits.
-
-        The contribution of an example must not depend on other examples in the batch. Therefore,
-        the examples are selected independently, and the bounds of all others are unchanged.
-        """
+        """Computes the upper bounds from gradients, for the examples that lost digits."""
+        # The contribution of an example must not depend on the rest of the batch. Therefore, bounds
+        # only change for the selected examples, although all examples are computed.
         estimates, dtype = dict(self.estimates), self.plan.norm_dtype
         for (i, k), flag in self.needs_exact.items():
             term, cheap = self.plan.parts[i][k], self.estimates[i, k]
             data_max, cotangent_max = term.max_moduli(self.backward)  # [examples]
-            # Zero and non-finite gradients are excluded, because they would not change the norm but
-            # be computed for all examples.
+            # Zero and non-finite gradients are excluded. They would not change the norm, but the
+            # exact norms of all examples would be computed.
             is_finite = jnp.isfinite(data_max) & jnp.isfinite(cotangent_max)
             is_selected = flag & is_finite & (cotangent_max > 0)  # bool[examples]
             exact = lax.cond(
                 jnp.any(is_selected),
-                lambda _, term=term: term.estimate(self.backward, dtype, exact=True),
-                lambda cheap: cheap,
-                cheap,
+                functools.partial(term.estimate, self.backward, dtype, exact=True),
+                lambda cheap=cheap: cheap,
             )
             known = [jnp.where(cotangent_max == 0, 0, x) for x in cheap]
             rows = zip(exact, known, strict=True)
@@ -249,8 +220,7 @@ class Norms:
     def is_well_scaled(self, multipliers: list[Multiplier]) -> Array:
         """Returns `True` for examples with all numbers and products in range, bool `[examples]`."""
         info, flags = jnp.finfo(self.plan.norm_dtype), []
-        rows = zip(self.grouping.groups, self.upper, multipliers, strict=True)
-        for group, upper, by in rows:
+        for group, upper, by in zip(self.grouping.groups, self.upper, multipliers, strict=True):
             is_unscaled = (by.ratio == 0) | ((by.power == 1) & (by.ratio == 1))
             for (i, k), estimate in self.estimates.items():
                 if i not in group.leaf_indices or i in self.backward.gradients:
@@ -285,23 +255,21 @@ class Norms:
 def _bound_group(
     plan: GhostNormPlan, own: dict[Key, Estimate], examples: int, dtype: Any
 ) -> ScaledNorms:
-    """Returns upper bounds `[examples]` on the norm of a group, and divisors for factors.
-
-    If the positions of an example cancel, it still adds terms of size `A` to the sum. Their
-    rounding would depend on other examples, so the divisor is at least a fraction of `A`.
-    """
+    """Returns upper bounds `[examples]` on the norm of a group, and divisors for factors."""
     norms = [_bound_term(plan, key, estimate) for key, estimate in own.items()]
     upper = ScaledNorms.from_value(_combine_norms(norms, examples, dtype), 1.0)
     totals = [
         x.total for (i, _), x in own.items() if i not in plan.materialized and i not in plan.direct
     ]
-    total = _combine_norms(totals, examples, dtype)  # f32[examples]
+    total = _combine_norms(totals, examples, dtype)  # f32[examples], A of `rounding_bounds`
+    # If the positions of an example cancel, it still adds terms of size A to the sum. Their
+    # rounding would depend on the rest of the batch, so the divisor is at least a fraction of A.
     least = rounding_bounds.CANCELLED * total * reciprocal_pow2(upper.scale)
     return upper._replace(divisor=jnp.maximum(upper.divisor, least))
 
 
 def _bound_term(plan: GhostNormPlan, key: Key, estimate: Estimate) -> Array:
-    """Returns an upper bound `[examples]` on a norm that allows for the rounding of the sum."""
+    """Bounds the norm `[examples]` of a term, and adds the rounding error of its clipped sum."""
     i, k = key
     if i in plan.materialized or i in plan.direct:
         return estimate.bound

@@ -28,13 +28,10 @@ class ReshapeOp(NamedTuple):
 
     def apply(self, x: Array) -> Array:
         """Moves elements of an array `[*sliced loops, ...]`."""
-
-        def apply_reshape(x: Array) -> Array:
-            return primitives.move(self.eqn, x)[self.output]
-
+        fn = functools.partial(primitives.move, self.eqn)
         for _ in range(self.depth):
-            apply_reshape = jax.vmap(apply_reshape)
-        return apply_reshape(x)
+            fn = jax.vmap(fn)
+        return fn(x)[self.output]
 
 
 class Interval(NamedTuple):
@@ -47,20 +44,13 @@ class Interval(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParamSlice:
-    """A reference from a variable to elements of a parameter.
+    """A reference from a variable to elements of a parameter."""
 
-    Attributes:
-      leaf: The position of the parameter.
-      moves: The equations that moved the elements.
-      loops: Flags of the surrounding loops, from the outermost, that are True if a loop slices the
-        parameter.
-      interval: The interval of the elements if the variable is a concatenation, and None otherwise.
-    """
-
-    leaf: int
+    leaf: int  # The position of the parameter.
     moves: tuple[ReshapeOp, ...] = ()
+    # Flags of the surrounding loops, from the outermost: True if a loop slices the parameter.
     loops: tuple[bool, ...] = ()
-    interval: Interval | None = None
+    interval: Interval | None = None  # The interval in a concatenation.
 
     def apply(self, leaf: Array) -> Array:
         """Returns the elements of the parameter, `[*sliced loops, ...]`."""
@@ -70,15 +60,15 @@ class ParamSlice:
 
     def follow_reshape(self, eqn: Any, output: int) -> "ParamSlice | None":
         """Returns the reference of an output, or None if its elements cannot be followed."""
-        if primitives.name_of(eqn) in primitives.IDENTITY_PRIMITIVES:
+        if eqn.primitive.name in primitives.IDENTITY_PRIMITIVES:
             return self
         interval = self.interval
         if interval is not None:
             # The interval of a concatenation can only be followed through a transpose.
-            axis = primitives.transpose_axis(eqn, interval.axis)
-            if axis is None:
+            permutation = primitives.permutation(eqn)
+            if permutation is None:
                 return None
-            interval = interval._replace(axis=axis)
+            interval = interval._replace(axis=permutation.index(interval.axis))
         moves = (*self.moves, ReshapeOp(sum(self.loops), eqn, output))
         return dataclasses.replace(self, moves=moves, interval=interval)
 
@@ -99,23 +89,14 @@ References = tuple[ParamSlice, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatmulSite:
-    """An operation that combines parameters with data, possibly inside loops.
+    """An operation that combines parameters with data, possibly inside loops."""
 
-    Attributes:
-      kind: The name of the operation.
-      eqn: The equation.
-      position: The position of the operand with the parameters.
-      references: The references of this operand.
-      lengths: The lengths of the surrounding loops.
-      is_checkpointed: True inside a checkpoint, for which backpropagation recomputes the data.
-    """
-
-    kind: str
+    kind: str  # The name of the primitive.
     eqn: Any
-    position: int
-    references: References
-    lengths: tuple[int, ...]
-    is_checkpointed: bool
+    position: int  # The position of the operand with the parameters.
+    references: References  # The references of this operand.
+    lengths: tuple[int, ...]  # The lengths of the surrounding loops.
+    is_checkpointed: bool  # Backpropagation recomputes the data inside checkpoints.
 
     @property
     def data(self) -> Any:
@@ -130,16 +111,13 @@ class MatmulSite:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """An equation, or a sequence of equations (`run`) without parameters.
-
-    An equation may contain a program (`inner`), or be a site.
-    """
+    """A part of a program, with one of `run`, `inner` and `site`."""
 
     eqn: Any
     inputs: Sequence[Any]
     outputs: Sequence[Any]
-    run: jex.Jaxpr | None = None
-    inner: "Program | None" = None
+    run: jex.Jaxpr | None = None  # A sequence of equations without parameters.
+    inner: "Program | None" = None  # The program inside the equation.
     site: MatmulSite | None = None
 
 
@@ -155,14 +133,9 @@ class Program:
 
 @dataclasses.dataclass(eq=False)
 class ParamTracker:
-    """Finds the sites of a program on a mesh, and the parameters that must be materialized.
+    """Finds the sites of a program on a mesh, and the parameters that must be materialized."""
 
-    Attributes:
-      materialized: The positions of these parameters, with a reason.
-      mesh: The mesh of the program.
-    """
-
-    materialized: dict[int, str]
+    materialized: dict[int, str]  # The positions of these parameters, with a reason.
     mesh: Any
 
     def program(
@@ -173,17 +146,9 @@ class ParamTracker:
         lengths: tuple[int, ...] = (),
         is_checkpointed: bool = False,
     ) -> tuple[Program, list[References]]:
-        """Traces a program inside loops of these lengths.
+        """Traces a program inside loops of these lengths, from the references of its inputs.
 
-        Args:
-          jaxpr: The program.
-          consts: Its constants.
-          references: The references of its inputs.
-          lengths: The lengths of the surrounding loops.
-          is_checkpointed: True inside a checkpoint.
-
-        Returns:
-          The program with its sites, and the references of its outputs.
+        Returns the program with its sites, and the references of its outputs.
         """
         env: dict[Any, References] = dict(zip(jaxpr.invars, references, strict=True))
         steps: list[Step] = []
@@ -220,17 +185,16 @@ class ParamTracker:
         self, eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
     ) -> tuple[Step | None, list[References]]:
         """Returns the step of an equation with parameters, and the references of its outputs."""
-        name, no_references = primitives.name_of(eqn), [()] * len(eqn.outvars)
+        name, no_references = eqn.primitive.name, [()] * len(eqn.outvars)
         if primitives.is_reshape_like(eqn):
             rows = [
                 [ref.follow_reshape(eqn, i) for ref in refs[0]] for i in range(len(eqn.outvars))
             ]
             return None, [self._propagate(refs[0], row, name) for row in rows]
         if name == primitives.CONCATENATE:
-            axis, starts = primitives.concatenate_offsets(eqn)
-            sizes = (v.aval.shape[axis] for v in eqn.invars)
-            rows = zip(refs, starts, sizes, strict=True)
-            intervals = [(ref, Interval(axis, *row)) for held, *row in rows for ref in held]
+            axis, pieces = primitives.concatenated_intervals(eqn)
+            rows = zip(refs, pieces, strict=True)
+            intervals = [(ref, Interval(axis, *piece)) for own, piece in rows for ref in own]
             # References in nested concatenations are not followed.
             new_refs = [
                 None if ref.interval else dataclasses.replace(ref, interval=interval)
@@ -247,13 +211,14 @@ class ParamTracker:
         if name == primitives.SCAN:
             return self._make_scan(eqn, refs, lengths, is_checkpointed), no_references
         site = _make_site(eqn, refs, lengths, is_checkpointed)
-        if site is not None and primitives.mesh_of(site.output) != self.mesh:
-            self.mark_materialized(sum(refs, ()), "is used inside of 'auto_axes'")
-            return None, no_references
         if site is None:
-            self.mark_materialized(sum(refs, ()), f"is used by '{name}'")
-            return None, no_references
-        return Step(eqn, eqn.invars, eqn.outvars, site=site), no_references
+            reason = f"is used by '{name}'"
+        elif primitives.mesh_of(site.output) != self.mesh:
+            reason = "is used inside of 'auto_axes'"
+        else:
+            return Step(eqn, eqn.invars, eqn.outvars, site=site), no_references
+        self.mark_materialized(sum(refs, ()), reason)
+        return None, no_references
 
     def _make_scan(
         self, eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
@@ -263,13 +228,12 @@ class ParamTracker:
         for carried in refs[first:last]:
             self.mark_materialized(carried, f"is carried through '{primitives.SCAN}'")
         inner_refs: list[References] = []
-        for i, held in enumerate(refs):
-            new_refs = [ref.enter_scan(i >= last) for ref in held]
-            inner_refs.append(self._propagate(held, new_refs, primitives.SCAN))
-        inner_lengths = (*lengths, loop.length)
-        program, outputs = self.program(
-            *primitives.inner(eqn), inner_refs, inner_lengths, is_checkpointed
-        )
+        for i, own in enumerate(refs):
+            new_refs = [ref.enter_scan(i >= last) for ref in own]
+            inner_refs.append(self._propagate(own, new_refs, primitives.SCAN))
+        lengths = (*lengths, loop.length)
+        inner = primitives.inner(eqn)
+        program, outputs = self.program(*inner, inner_refs, lengths, is_checkpointed)
         self.mark_materialized(sum(outputs, ()), f"is returned by '{primitives.SCAN}'")
         return Step(eqn, eqn.invars, eqn.outvars, inner=program)
 
@@ -286,7 +250,7 @@ def _make_site(
     eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
 ) -> MatmulSite | None:
     # A product of two parameters is not supported.
-    positions = [i for i, held in enumerate(refs) if held]
+    positions = [i for i, own in enumerate(refs) if own]
     if len(positions) != 1:
         return None
     position = positions[0]
@@ -325,11 +289,8 @@ def evaluate(
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates a program, and returns its outputs and the data of its sites.
 
-    Args:
-      program: The program.
-      values: Its inputs.
-      taps: Arrays like the outputs of the sites, `[*loops, *output]`. Derivatives with respect to
-        them are the cotangents of the outputs.
+    The taps `[*loops, *output]` are arrays like the outputs of the sites. The derivatives with
+    respect to them are the cotangents of these outputs.
     """
     jaxpr = program.jaxpr
     env = dict(zip(jaxpr.constvars, program.consts, strict=True))
@@ -361,9 +322,9 @@ def _evaluate_inner(
     eqn: Any, program: Program, values: list[Any], taps: Sequence[Array]
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates a program inside a call, a checkpoint or a scan."""
-    if primitives.name_of(eqn) in primitives.CALLS:
+    if eqn.primitive.name in primitives.CALLS:
         return evaluate(program, values, taps)
-    if primitives.name_of(eqn) in primitives.CHECKPOINTS:
+    if eqn.primitive.name in primitives.CHECKPOINTS:
         fn = functools.partial(evaluate, program)
         return primitives.rebind_checkpoint(eqn, fn)(values, list(taps))
     loop = Loop.create(eqn)

@@ -40,27 +40,26 @@ CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
 MAX_ONE_HOT_POSITIONS = 128
 """The maximum number of positions for which rows are summed by a product with zeros and ones."""
 
-NormMethod = Literal["vectors", "gram", "direct", "chunks", "rows", "tied"]
+NormMethod = Literal[
+    "vectors",  # The product of two norms, for a single position.
+    "gram",  # Gram matrices of data and cotangents.
+    "direct",  # Gradients that are cheaper than Gram matrices.
+    "chunks",  # Gradients of a chunk of examples at a time.
+    "rows",  # Sums of the rows of an embedding table.
+    "tied",  # Gram matrices and rows, for a table that is also a factor of products.
+]
 
 
 class Estimate(NamedTuple):
-    """Norms `[examples]` with bounds on their errors.
-
-    Attributes:
-      norm: The computed norms.
-      cancellation_error: The root of the rounding error of the squared norm.
-      error: A bound on all other errors of `norm`.
-      total: An upper bound on the sum of `|x| |d|` over positions, which bounds the norm.
-      data_sum: An upper bound on the sum of `|x|` over positions, for products and convolutions.
-      cotangent_sum: An upper bound on the sum of `|d|` over positions, likewise.
-    """
+    """Norms `[examples]` with bounds on their errors."""
 
     norm: Array
-    cancellation_error: Array
-    error: Array
-    total: Array
-    data_sum: Array | float = 0.0
-    cotangent_sum: Array | float = 0.0
+    cancellation_error: Array  # The root of the rounding error of the squared norm.
+    error: Array  # A bound on the remaining errors of the norm.
+    # Upper bounds on sums over positions, for products and convolutions.
+    total: Array  # The sum of |x| |d|, which bounds the norm.
+    data_sum: Array | float = 0.0  # The sum of |x|.
+    cotangent_sum: Array | float = 0.0  # The sum of |d|.
 
     @property
     def bound(self) -> Array:
@@ -70,37 +69,24 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NormTerm:
-    """Uses of the same elements of a parameter, with the method for their norm.
-
-    Attributes:
-      method: "vectors" for a single position, "gram" for Gram matrices, "direct" for gradients that
-        are cheaper than Gram matrices, "chunks" for gradients of a chunk of examples at a time,
-        "rows" for an embedding table, or "tied" for a table that is also a factor of products.
-      uses: The uses, with a flag that is True if data and cotangents are swapped.
-      sizes: The sizes in the common form, with the positions of all uses.
-      pieces: The numbers of pieces of the inner products of data and of cotangents.
-    """
+    """Uses of the same elements of a parameter, with the method for their norm."""
 
     method: NormMethod
-    uses: tuple[tuple[ParamUse, bool], ...]
-    sizes: Sizes
-    pieces: tuple[int, int] = (1, 1)
+    uses: tuple[tuple[ParamUse, bool], ...]  # True if data and cotangents are swapped.
+    sizes: Sizes  # The sizes in the common form, with the positions of all uses.
 
     def estimate(self, backward: BackpropResult, dtype: Any, *, exact: bool = False) -> Estimate:
         """Estimates the norms. If `exact`, uses gradients, which lose no digits."""
         methods = {"vectors": self._estimate_vectors, "rows": self._estimate_rows}
         methods |= {"gram": self._estimate_gram, "tied": self._estimate_gram}
-        compute = (
-            self._estimate_gradients
-            if exact
-            else methods.get(self.method, self._estimate_gradients)
-        )
+        compute = self._estimate_gradients
+        if not exact:
+            compute = methods.get(self.method, compute)
         pairs = [use.operands(backward) for use, _ in self.uses]
         axes = [len(use.loops) for use, _ in self.uses]
         # [*loops, examples, ...] -> [examples, *loops, ...]
-        operands = [
-            [jnp.moveaxis(v, axis, 0) for v in pair] for pair, axis in zip(pairs, axes, strict=True)
-        ]
+        rows = zip(pairs, axes, strict=True)
+        operands = [[jnp.moveaxis(v, axis, 0) for v in pair] for pair, axis in rows]
 
         def estimate_chunk(operands: Any) -> Estimate:
             forms = []
@@ -172,17 +158,17 @@ class NormTerm:
         elif self.method == "rows":
             count += positions * (outputs + min(positions, MAX_ONE_HOT_POSITIONS))
         elif self.method in ("gram", "tied"):
-            count += sum(self.pieces) * positions**2
+            pieces = map(rounding_bounds.pieces_of_inner, (inputs, outputs))
+            count += sum(pieces) * positions**2
         return groups * count * itemsize
 
     def _estimate_vectors(self, forms: list[Any], dtype: Any) -> Estimate:
         """Multiplies the norms of data and cotangents, for a single position."""
         data_norms, cotangent_norms = (bound_norms(v, (2, 3), dtype) for v in _join_forms(forms))
         total = bound_norms(data_norms * cotangent_norms, (1,), dtype)  # [B, G] -> [B]
+        sums = [jnp.sum(v, 1) for v in (data_norms, cotangent_norms)]  # [B, G] -> [B]
         zeros = jnp.zeros_like(total)
-        return Estimate(
-            total, zeros, zeros, total, jnp.sum(data_norms, 1), jnp.sum(cotangent_norms, 1)
-        )
+        return Estimate(total, zeros, zeros, total, *sums)
 
     def _estimate_gram(self, forms: list[Any], dtype: Any) -> Estimate:
         """Sums the products of the Gram matrices of data and cotangents."""
@@ -190,15 +176,13 @@ class NormTerm:
         x, d = _join_forms(products)  # [B, G, T, K], [B, G, T, N]
         groups, positions, *sizes = self.sizes
         chex.assert_shape([x, d], (None, groups, None, None))
+        pieces = [*map(rounding_bounds.pieces_of_inner, sizes)]
         unit = rounding_bounds.unit_roundoff(dtype, _are_half(x, d))
         g = functools.partial(rounding_bounds.relative_error, unit=unit)
-        inner_errors = [
-            g(rounding_bounds.additions(size, n))
-            for size, n in zip(sizes, self.pieces, strict=True)
-        ]
+        inner_errors = [g(n) for n in map(rounding_bounds.additions, sizes, pieces)]
         is_sliced = any(any(use.loops) for use, _ in self.uses)
         grams = [  # [B, G, T, T]
-            _compute_gram(v, n, dtype, is_sliced) for v, n in zip((x, d), self.pieces, strict=True)
+            _compute_gram(v, n, dtype, is_sliced) for v, n in zip((x, d), pieces, strict=True)
         ]
         data_norms, cotangent_norms = (  # [B, G, T]
             jnp.sqrt(jnp.diagonal(gram, 0, -2, -1) + size * jnp.finfo(dtype).tiny) * (1 + error)
@@ -211,11 +195,8 @@ class NormTerm:
         terms = [product, *(jnp.abs(a) * b for a, b in zip(grams, largest[::-1], strict=True))]
         square, data_terms, cotangent_terms, moduli = _sum_rows_first([*terms, jnp.abs(product)])
         additions = (groups + 1) * positions
-        square_error = (
-            inner_errors[1] * data_terms
-            + inner_errors[0] * cotangent_terms
-            + g(additions + 1) * moduli
-        )
+        square_error = inner_errors[1] * data_terms + inner_errors[0] * cotangent_terms
+        square_error += g(additions + 1) * moduli
         if tables:
             row_sums, table_square, table_error = _compute_table_terms(
                 x, d, cotangent_norms, _join_forms(tables), unit
@@ -271,17 +252,10 @@ def _compute_table_terms(
 ) -> tuple[Array, Array, Array]:
     """Computes the terms of the rows of a table that is also a factor of products.
 
-    Args:
-      x: The data of the products, `[B, 1, T, K]`.
-      d: The cotangents of the products, `[B, 1, T, N]`.
-      cotangent_norms: The norms of `d`, `[B, 1, T]`.
-      table: The indices `[B, 1, S]` and the cotangents `[B, 1, S, N]` of the rows.
-      unit: The unit roundoff.
-
-    Returns:
-      Terms of the sums of norms, `[B, 1]`, of the squared norms, `[B]`, and of their errors, `[B]`.
+    The data `x` and the cotangents `d` are those of the products. Returns terms of the sums of
+    norms, `[B, 1]`, of the squared norms, `[B]`, and of their errors, `[B]`.
     """
-    (ids, rows), dtype = table, cotangent_norms.dtype
+    (ids, rows), dtype = table, cotangent_norms.dtype  # i32[B, 1, S], [B, 1, S, N]
     row_norms = bound_norms(rows, (3,), dtype)  # [B, 1, S]
     summed, by_row = _sum_by_row(ids, rows, dtype)  # [B, 1, S, N], [B, 1, S]
     # The data of the products at the rows of the table, [B, 1, T, S].
@@ -312,7 +286,8 @@ def _compute_gram(x: Array, pieces: int, dtype: Any, is_sliced: bool = False) ->
         return jnp.swapaxes(_compute_gram(jnp.swapaxes(x, 0, 1), pieces, dtype), 0, 1)
     if pieces == 1:
         return einsum("bgtk,bgsk->bgts", x, x, dtype)
-    # Pieces are additional examples, because XLA would transpose both factors for another axis.
+    # Pieces are used as additional examples. XLA would transpose both factors for a separate axis
+    # (as of JAX 0.10.2).
     # [B, G, T, K] -> [pieces, B, G, T, K / pieces]
     x = jnp.moveaxis(x.reshape(*x.shape[:-1], pieces, -1), -2, 0)
     flat = x.reshape(-1, *x.shape[2:])  # [pieces * B, G, T, K / pieces]
@@ -444,6 +419,6 @@ def _map_in_chunks(fn: Callable[[Any], Any], number: int, operands: Any) -> Any:
     # [count, size, ...] -> [count * size, ...]
     results = jax.tree.map(restore_batch_order, stacked)
     if rest:
-        last = jax.tree.map(lambda x: remainder(x, rest), operands)
+        last = jax.tree.map(functools.partial(remainder, rest=rest), operands)
         results = jax.tree.map(concatenate_examples, results, fn(last))
     return results

@@ -15,7 +15,6 @@ from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
 import optaxclip.per_example.ghost.primitives as primitives
-import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.numerics import norm_dtype, static_size_or_none
 from optaxclip.per_example.ghost.interpreter import ParamSlice, ParamTracker, Program, evaluate
@@ -26,35 +25,24 @@ from optaxclip.per_example.ghost.sums import gradients_of_examples
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GhostNormPlan:
-    """The methods for the norms of all parameters, from the program of one example.
-
-    Attributes:
-      program: The program.
-      output: The structure of the output of the loss.
-      parts: The terms of the parameters. They are empty for parameters that are unused or
-        materialized.
-      materialized: The parameters that are differentiated for all examples, with a reason.
-      types: The types of the parameters.
-    """
+    """The methods for the norms of all parameters, from the program of one example."""
 
     program: Program
-    output: Any
-    parts: list[list[NormTerm]]
+    output: Any  # The structure of the output of the loss.
+    parts: list[list[NormTerm]]  # Empty for parameters that are unused or materialized.
+    # Parameters that are differentiated for all examples, and the reasons.
     materialized: dict[int, str]
     types: list[Any]
 
     @functools.cached_property
     def direct(self) -> frozenset[int]:
-        """The parameters with products as gradients, which are cheaper than Gram matrices.
-
-        These gradients are used for both the norm and the sum.
-        """
+        """The parameters with gradients for both norms and sums, cheaper than Gram matrices."""
         rows = enumerate(self.parts)
         return frozenset(i for i, terms in rows if {term.method for term in terms} == {"direct"})
 
     @property
     def norm_dtype(self) -> jnp.dtype:
-        """The dtype of the norms."""
+        """The dtype of the norms, float32 or float64."""
         return norm_dtype(x.dtype for x in self.types)
 
     @classmethod
@@ -87,12 +75,10 @@ class GhostNormPlan:
                 materialized |= dict.fromkeys(mixed, "has uses of several kinds")
 
     def microbatch_size(self, examples: int) -> int:
-        """Returns the default number of examples in a microbatch.
-
-        Norms require gradients of examples, and data and cotangents of sites in checkpoints, which
-        backpropagation would not keep. All examples are used unless this memory exceeds both 256
-        MiB and twice the memory of the parameters.
-        """
+        """Returns the default number of examples in a microbatch."""
+        # Norms require gradients of examples, and data and cotangents of sites in checkpoints,
+        # which backpropagation would not keep. All examples are used unless this memory exceeds
+        # both 256 MiB and twice the memory of the parameters.
         kept = sum(_num_bytes(self.types[i]) for i in {*self.materialized, *self.direct})
         for site in self.program.sites:
             if site.is_checkpointed:
@@ -148,7 +134,7 @@ def _make_tied_term(by_layout: dict[Layout, list[tuple[ParamUse, bool]]]) -> Nor
     positions = sizes.positions + sum(sites.sizes_of(use).positions for use, _ in gathers)
     sizes = sizes._replace(positions=positions)
     method = "tied" if _is_gram_cheaper(sizes) else "chunks"
-    return NormTerm(method, (*products, *gathers), sizes, _gram_pieces(sizes))
+    return NormTerm(method, (*products, *gathers), sizes)
 
 
 def _make_term(uses: list[tuple[ParamUse, bool]]) -> NormTerm:
@@ -157,15 +143,15 @@ def _make_term(uses: list[tuple[ParamUse, bool]]) -> NormTerm:
     first, is_flipped = uses[0]
     if is_flipped:
         sizes = sizes._replace(inputs=sizes.outputs, outputs=sizes.inputs)
-    if first.site.kind == primitives.GATHER:
-        return NormTerm("rows", tuple(uses), sizes)
-    if sizes.positions == 1:
-        return NormTerm("vectors", tuple(uses), sizes)
     # The patches of a convolution are stored for its norm, and its sum would read the data again.
     num_reads = 2 if first.site.kind == primitives.CONVOLUTION else 1
-    if not _is_gram_cheaper(sizes, num_reads):
-        return NormTerm("direct", tuple(uses), sizes)
-    return NormTerm("gram", tuple(uses), sizes, _gram_pieces(sizes))
+    if first.site.kind == primitives.GATHER:
+        method = "rows"
+    elif sizes.positions == 1:
+        method = "vectors"
+    else:
+        method = "gram" if _is_gram_cheaper(sizes, num_reads) else "direct"
+    return NormTerm(method, tuple(uses), sizes)
 
 
 def _is_gram_cheaper(sizes: Sizes, num_reads: int = 1) -> bool:
@@ -174,16 +160,9 @@ def _is_gram_cheaper(sizes: Sizes, num_reads: int = 1) -> bool:
     return sizes.positions * (num_reads * inputs + outputs) < inputs * outputs
 
 
-def _gram_pieces(sizes: Sizes) -> tuple[int, int]:
-    data, cotangents = map(rounding_bounds.pieces_of_inner, (sizes.inputs, sizes.outputs))
-    return data, cotangents
-
-
 def differentiate(plan: GhostNormPlan, params: list[Any], batch: Any) -> BackpropResult:
-    """Runs one forward and one backward pass over a batch, without the gradients of layers.
-
-    The types of the parameters must vary over the same axes as the batch.
-    """
+    """Runs one forward and one backward pass over a batch, without the gradients of layers."""
+    # The types of the parameters must vary over the same axes as the batch.
 
     def loss(taps: list[Array], materialized: dict[int, Array], example: Any) -> Any:
         values = [materialized.get(i, x) for i, x in enumerate(params)]
@@ -206,25 +185,22 @@ def differentiate(plan: GhostNormPlan, params: list[Any], batch: Any) -> Backpro
 
     # Data and cotangents are [*loops, examples, ...], and the gradients are [examples, ...].
     axes = [len(site.lengths) for site in plan.program.sites]
-    data, cotangents, gradients, outputs = jax.vmap(differentiate_example, 0, (axes, axes, 0, 0))(
-        batch
-    )
+    differentiate_batch = jax.vmap(differentiate_example, 0, (axes, axes, 0, 0))
+    *results, outputs = differentiate_batch(batch)
     # Norms and sums must use the same numbers. Without the barrier, XLA drops the rounding to
     # bfloat16 in one of two fusions, and an example was up to 0.2% above its threshold (as of JAX
     # 0.10.2).
-    data, cotangents, gradients = lax.optimization_barrier((data, cotangents, gradients))
+    data, cotangents, gradients = lax.optimization_barrier(results)
     return BackpropResult(data, cotangents, gradients, jax.tree.unflatten(plan.output, outputs))
 
 
 def add_direct_gradients(plan: GhostNormPlan, backward: BackpropResult) -> BackpropResult:
-    """Adds the gradients that are cheaper than Gram matrices.
-
-    Gradients of bfloat16 parameters are in bfloat16, as in backpropagation, to halve the memory.
-    """
+    """Adds the gradients that are cheaper than Gram matrices."""
     direct = {}
     for i in plan.direct:
         leaf = plan.types[i]
         gradient = gradients_of_examples(leaf, plan.parts[i], backward)  # f32[examples, *leaf]
+        # As in backpropagation, gradients of bfloat16 are in bfloat16, which halves the memory.
         direct[i] = gradient.astype(leaf.dtype) if leaf.dtype == jnp.bfloat16 else gradient
     # The barrier ensures that norms and sums use the same numbers, as in `differentiate`.
     return backward._replace(gradients=backward.gradients | lax.optimization_barrier(direct))

@@ -1,7 +1,7 @@
 """Names and parameters of JAX's primitives (as of JAX 0.10).
 
-No other file depends on them. If a parameter of the loss is used by an equation that this file does
-not support, its gradient is materialized for all examples, which is correct for all equations.
+If a parameter of the loss is used by an equation that this file does not support, its gradient is
+materialized for all examples, which is correct for all equations.
 """
 
 import itertools
@@ -59,11 +59,6 @@ def inner(eqn: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else (jaxpr, ())
 
 
-def name_of(eqn: Any) -> str:
-    """Returns the name of the primitive of an equation."""
-    return eqn.primitive.name
-
-
 def is_real(atom: Any) -> bool:
     """Returns `True` for real floating-point variables of a common dtype."""
     return getattr(atom.aval, "dtype", None) in _FLOATS
@@ -78,28 +73,28 @@ def has_gradient(eqn: Any) -> bool:
     """Returns `True` if an equation can have a derivative."""
     dtypes = (getattr(v.aval, "dtype", None) for v in eqn.outvars)
     is_inexact = (dtype is None or jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
-    return name_of(eqn) != STOP_GRADIENT and any(is_inexact)
+    return eqn.primitive.name != STOP_GRADIENT and any(is_inexact)
 
 
 def is_reshape_like(eqn: Any) -> bool:
     """Returns `True` if outputs only have elements of a single operand, without repetitions."""
     if (
-        name_of(eqn) not in RESHAPE_PRIMITIVES
+        eqn.primitive.name not in RESHAPE_PRIMITIVES
         or len(eqn.invars) != 1
         or not all(map(is_real, eqn.outvars))
     ):
         return False
     is_whole = sum(v.aval.size for v in eqn.outvars) == eqn.invars[0].aval.size
-    return is_whole or name_of(eqn) == "slice"
+    return is_whole or eqn.primitive.name == "slice"
 
 
 def slice_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
     """Returns the intervals of a slice along all axes of its operand, or None for other moves."""
     shape = eqn.invars[0].aval.shape
-    if name_of(eqn) == "slice":
+    if eqn.primitive.name == "slice":
         rows = zip(eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
         return [(int(start), int(end)) for start, end in rows]
-    if name_of(eqn) == "split":
+    if eqn.primitive.name == "split":
         sizes, axis = eqn.params["sizes"], eqn.params["axis"]
         start = int(sum(sizes[:output]))
         whole = [(0, size) for size in shape]
@@ -107,44 +102,45 @@ def slice_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
     return None
 
 
-def transpose_axis(eqn: Any, axis: int) -> int | None:
-    """Returns the new position of an axis after a transpose, or None for other moves."""
-    is_transpose = name_of(eqn) == "transpose"
-    return eqn.params["permutation"].index(axis) if is_transpose else None
+def permutation(eqn: Any) -> tuple[int, ...] | None:
+    """Returns the order of the axes after a transpose, or None for other equations."""
+    return tuple(eqn.params["permutation"]) if eqn.primitive.name == "transpose" else None
 
 
-def concatenate_offsets(eqn: Any) -> tuple[int, list[int]]:
-    """Returns the axis of a concatenation, and the offsets of its operands."""
+def concatenated_intervals(eqn: Any) -> tuple[int, list[tuple[int, int]]]:
+    """Returns the axis of a concatenation, and the starts and sizes of its operands."""
     axis = eqn.params["dimension"]
     sizes = [v.aval.shape[axis] for v in eqn.invars]
-    return axis, [sum(sizes[:i]) for i in range(len(sizes))]
+    return axis, [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 class Product(NamedTuple):
     """The axes of a `dot_general` of data and an operand with the parameter, the weights.
 
-    Attributes:
-      data_sums: The contracted axes of the data, in the order of `weight_sums`.
-      weight_sums: The contracted axes of the weights.
-      data_batch: The batch axes of the data.
-      weight_batch: The batch axes of the weights.
+    Axes are contracted ("sums"), batch axes, or free axes of a single operand. The contracted axes
+    of both operands are in the same order.
     """
 
     data_sums: tuple[int, ...]
     weight_sums: tuple[int, ...]
     data_batch: tuple[int, ...]
     weight_batch: tuple[int, ...]
+    data_free: tuple[int, ...]
+    weight_free: tuple[int, ...]
 
 
 def product(eqn: Any, position: int) -> Product | None:
     """Returns the axes of a matrix product with the parameter at `position`, or None."""
-    if name_of(eqn) != DOT_GENERAL or not all(map(is_real, (*eqn.invars, *eqn.outvars))):
+    if eqn.primitive.name != DOT_GENERAL or not all(map(is_real, (*eqn.invars, *eqn.outvars))):
         return None
     sums, batch = eqn.params["dimension_numbers"]
-    (data_sums, weight_sums), (data_batch, weight_batch) = (
-        pair if position else pair[::-1] for pair in (sums, batch)
-    )
-    return Product(*map(tuple, (data_sums, weight_sums, data_batch, weight_batch)))
+    axes = []
+    for i in (1 - position, position):  # The data are the first operand or the second operand.
+        used = (*sums[i], *batch[i])
+        free = (axis for axis in range(eqn.invars[i].aval.ndim) if axis not in used)
+        axes.append((tuple(sums[i]), tuple(batch[i]), tuple(free)))
+    # ((sums, batch, free), (sums, batch, free)) -> (sums, sums, batch, batch, free, free)
+    return Product(*itertools.chain.from_iterable(zip(*axes, strict=True)))
 
 
 def drops_outside(eqn: Any) -> bool | None:
@@ -153,7 +149,7 @@ def drops_outside(eqn: Any) -> bool | None:
     Returns False if it uses the nearest row instead, and None for other equations. Rows are along
     the first axis of the operand.
     """
-    if name_of(eqn) != GATHER or not is_real(eqn.invars[0]):
+    if eqn.primitive.name != GATHER or not is_real(eqn.invars[0]):
         return None
     numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
     ndim = eqn.outvars[0].aval.ndim
@@ -171,23 +167,18 @@ def drops_outside(eqn: Any) -> bool | None:
 
 def is_convolution(eqn: Any, position: int) -> bool:
     """Returns `True` if the operand at `position` is the kernel of a supported convolution."""
-    is_kernel = name_of(eqn) == CONVOLUTION and position == 1
     return (
-        is_kernel
+        eqn.primitive.name == CONVOLUTION
+        and position == 1
         and eqn.params["batch_group_count"] == 1
         and all(map(is_real, (*eqn.invars, *eqn.outvars)))
     )
 
 
-_CONVOLUTION_PARAMS = (
-    *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
-    "feature_group_count",
-)
-
-
 def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
     """Computes the convolution of an equation with the highest precision in `dtype`."""
-    options = {name: eqn.params[name] for name in _CONVOLUTION_PARAMS}
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
+    options = {name: eqn.params[name] for name in (*names, "feature_group_count")}
     return lax.conv_general_dilated(
         x.astype(dtype),
         kernel.astype(dtype),
@@ -197,26 +188,22 @@ def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
     )
 
 
-def one_pixel_patches(eqn: Any, x: Array) -> Array:
-    """Converts the input of a convolution to patches of one pixel.
-
-    The input is `[any, *input]`, and the patches are `[any, n, *input positions, 1, channels]`.
-    """
-    batch, channels, *spatial = eqn.params["dimension_numbers"].lhs_spec
-    x = jnp.transpose(x, (0, batch + 1, *(axis + 1 for axis in spatial), channels + 1))
-    return jnp.expand_dims(x, -2)  # [any, n, *input positions, 1, channels]
+def move_channels_last(eqn: Any, x: Array, *, is_output: bool) -> Array:
+    """Transposes inputs or outputs of a convolution to `[any, n, *positions, channels]`."""
+    numbers = eqn.params["dimension_numbers"]
+    batch, channels, *spatial = numbers.out_spec if is_output else numbers.lhs_spec
+    return jnp.transpose(x, (0, batch + 1, *(axis + 1 for axis in spatial), channels + 1))
 
 
 def patches(eqn: Any, x: Array) -> Array:
-    """Extracts the patches from which a convolution computes its outputs.
+    """Extracts patches `[any, n, *output positions, window, channels]` for a convolution.
 
-    The pixels are `[any, n, *input positions, 1, channels]`, and the patches are
-    `[any, n, *output positions, window, channels]`.
+    The pixels are `[any, n, *input positions, 1, channels]`.
     """
-    # [any, n, *padded positions, 1, channels]
     same, numbers = (0, 0, 0), eqn.params["dimension_numbers"]
     edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
     around = [(low, high, dilation - 1) for (low, high), dilation in edges]
+    # [any, n, *padded positions, 1, channels]
     x = lax.pad(x, jnp.zeros((), x.dtype), [same, same, *around, same, same])
     sizes = [eqn.outvars[0].aval.shape[axis] for axis in numbers.out_spec[2:]]
     strides, dilations = eqn.params["window_strides"], eqn.params["rhs_dilation"]
@@ -240,12 +227,6 @@ def reshape_to_kernel(eqn: Any, x: Array) -> Array:
     x = x.reshape(*x.shape[:-2], groups * features)  # [*any, *window, channels, features]
     order = np.argsort([*spatial, in_axis, out_axis])
     return jnp.transpose(x, (*range(len(lead)), *(len(lead) + axis for axis in order)))
-
-
-def outputs_of_convolution(eqn: Any, d: Array) -> Array:
-    """Transposes outputs `[any, *output]` to `[any, n, *output positions, features]`."""
-    batch, features, *spatial = eqn.params["dimension_numbers"].out_spec
-    return jnp.transpose(d, (0, batch + 1, *(axis + 1 for axis in spatial), features + 1))
 
 
 def window(eqn: Any) -> tuple[int, ...]:

@@ -3,11 +3,11 @@
 A sum of `n` products in floating point, in any order, is `sum_i x_i y_i (1 + e_i)` with
 `|e_i| <= g(n)`, where `g(n) = n u / (1 - n u)` and `u` is the unit roundoff (Higham, 2002, Accuracy
 and Stability of Numerical Algorithms, 3.1). Furthermore, `(1 + g(m)) (1 + g(n)) <= 1 + g(m + n)`.
-On platforms that compute float32 products from bfloat16 products, such as TPUs, the error of a
-product is larger than `u`, and `PRODUCT` roundings allow for it.
+Some platforms, such as TPUs, compute float32 products from bfloat16 products. The error of a
+product is then larger than `u`, and `PRODUCT` roundings allow for it.
 
-In the following, `x_t` and `d_t` are the inputs and the cotangents of a layer at position `t` of
-`T`, `K` and `N` are the numbers of their elements, and `A = sum_t |x_t| |d_t|`. The gradient is
+Let `x_t` and `d_t` be the inputs and the cotangents of a layer at position `t` of `T`, let `K` and
+`N` be the numbers of their elements, and let `A = sum_t |x_t| |d_t|`. The gradient is
 `G = sum_t x_t d_t'`, and its norm is at most `A`.
 
 **Norms from Gram matrices.** The squared norm is `S = sum_ts X_ts D_ts`, with the Gram matrices
@@ -44,16 +44,16 @@ its error increases by a fraction `ROUNDED` of its norm.
 **Sums.** The sum of the clipped examples contains `c d_t` instead of `d_t`, or `c x_t` instead of
 `x_t`, where `c` is the factor of the example, which is multiplied in as two numbers. Therefore, the
 contribution of an example differs from `c G` by at most `g(T + PRODUCT + 2) * c A`, and its norm is
-at most `c (|G| + delta' A)`. The contributions of the other examples of a batch are added without
+at most `c (|G| + delta' A)`. The contributions of all examples of a batch are added without
 modification, and their sum is rounded like all floating-point sums. If `delta'` would be too large
 because of the number of positions, the gradient and the sum are computed in `m` pieces, one after
 another, and `T` is replaced by `T / m + m`. Note that sums for kernels of convolutions are not
 split.
 
 **Factors.** Examples are clipped according to `bound = (an upper bound on |G|) + delta' A`, which
-is never less than the norm. With a factor of at most `threshold / bound`, the contribution is at
+is never less than the norm. If the factor is at most `threshold / bound`, the contribution is at
 most `threshold`. The bound of an example only depends on that example. However, the sum adds terms
-of size `c A`, and their rounding depends on all other examples. Therefore, factors are computed
+of size `c A`, and their rounding depends on the rest of the batch. Therefore, factors are computed
 from at least `CANCELLED * A`.
 
 For extreme examples, `c d_t` would be out of range. Therefore, `x_t` is divided by a power of two

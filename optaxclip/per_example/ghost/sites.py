@@ -1,7 +1,7 @@
 """The uses of parameters at sites, and the common form of their data and cotangents.
 
-In the common form, a parameter is `groups` matrices of `inputs x outputs` elements, which are used
-at all `positions`. Data and cotangents are `[B, G, T, E]`: examples, groups, positions and
+A parameter in the common form is `groups` matrices of `inputs x outputs` elements. They are used at
+all `positions`. Data and cotangents are `[B, G, T, E]`: examples, groups, positions and
 elements, with `K` elements (inputs) for data and `N` elements (outputs) for cotangents.
 """
 
@@ -19,19 +19,12 @@ from optaxclip.per_example.ghost.interpreter import MatmulSite, ParamSlice, Resh
 
 
 class BackpropResult(NamedTuple):
-    """The results of backpropagation for a batch.
+    """The results of backpropagation for a batch."""
 
-    Attributes:
-      data: The data of all sites, `[*loops, examples, ...]`.
-      cotangents: The cotangents of the outputs of all sites, `[*loops, examples, ...]`.
-      gradients: The gradients of some parameters, `[examples, ...]`.
-      outputs: The outputs of the loss, with a leading example axis.
-    """
-
-    data: list[Array]
-    cotangents: list[Array]
-    gradients: dict[int, Array]
-    outputs: Any
+    data: list[Array]  # [*loops, examples, ...] for all sites.
+    cotangents: list[Array]  # [*loops, examples, ...] for the outputs of all sites.
+    gradients: dict[int, Array]  # [examples, ...] for some parameters.
+    outputs: Any  # The losses and aux, [examples, ...].
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,23 +55,12 @@ class ParamUse:
     def product(self) -> primitives.Product:
         """The axes of the matrix product."""
         product = primitives.product(self.site.eqn, self.site.position)
-        if product is None:
-            raise AssertionError(f"{self.site.eqn} is not a product")
+        assert product is not None, self.site.eqn
         return product
-
-    @property
-    def output_axes(self) -> list[int]:
-        """The axes of the weights that are neither contracted nor batch axes."""
-        product = self.product
-        return _other_axes(self.weights.ndim, product.weight_sums + product.weight_batch)
 
     def operands(self, backward: BackpropResult) -> tuple[Array, Array]:
         """Returns data and cotangents, `[*loops, examples, ...]`."""
         return backward.data[self.number], backward.cotangents[self.number]
-
-
-def _other_axes(ndim: int, axes: Sequence[int]) -> list[int]:
-    return [axis for axis in range(ndim) if axis not in axes]
 
 
 class Sizes(NamedTuple):
@@ -107,9 +89,9 @@ class Axes(NamedTuple):
     def create(cls, use: ParamUse) -> "Axes":
         """Returns the axes of a use, with elements in the order of the axes of the parameter."""
         site, order = use.site, trace_transposes(use)[1]
-        product, own = use.product, use.output_axes
+        product = use.product
+        own, free = product.weight_free, product.data_free
         first, num_batch = len(use.loops) + 1, len(product.data_batch)
-        free = _other_axes(site.data.ndim, product.data_sums + product.data_batch)
         # The output of a `dot_general` is [*batch, *free axes of lhs, *free axes of rhs].
         data_start, weight_start = num_batch, num_batch + len(free)
         if site.position == 0:
@@ -143,10 +125,9 @@ def slice_used(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
         number = product.weight_batch.index(interval.axis)
         x = lax.slice_in_dim(x, start, end, axis=first + product.data_batch[number])
         return x, lax.slice_in_dim(d, start, end, axis=first + number)
-    # The number of axes of the data that are neither contracted nor batch axes.
-    num_free = use.site.data.ndim - len(product.data_sums) - len(product.data_batch)
-    before = len(product.data_batch) + (num_free if use.site.position else 0)
-    axis = first + before + use.output_axes.index(interval.axis)
+    # The free axes of the parameter are after those of the data if it is the second operand.
+    before = len(product.data_batch) + (len(product.data_free) if use.site.position else 0)
+    axis = first + before + product.weight_free.index(interval.axis)
     return x, lax.slice_in_dim(d, start, end, axis=axis)
 
 
@@ -178,11 +159,14 @@ def pairs_of_convolution(
     """
     eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]  # [*loops, B]
     groups = primitives.feature_groups(eqn)
-    # [*loops, B, *input] -> [any, n, *input positions, 1, channels]
-    x = primitives.one_pixel_patches(eqn, x.reshape(-1, *x.shape[len(lead) :]))
-    x = primitives.patches(eqn, map_pixels(x))  # [any, n, *output positions, window, channels]
-    # [*loops, B, *output] -> [any, n, *output positions, features]
-    d = primitives.outputs_of_convolution(eqn, d.reshape(-1, *d.shape[len(lead) :]))
+    # [*loops, B, *input] -> [any, *input], [*loops, B, *output] -> [any, *output]
+    x, d = (v.reshape(-1, *v.shape[len(lead) :]) for v in (x, d))
+    x = primitives.move_channels_last(eqn, x, is_output=False)
+    # Patches of one pixel, [any, n, *input positions, 1, channels].
+    x = map_pixels(jnp.expand_dims(x, -2))
+    x = primitives.patches(eqn, x)  # [any, n, *output positions, window, channels]
+    # [any, n, *output positions, features]
+    d = primitives.move_channels_last(eqn, d, is_output=True)
     # [*loops, B, T, window, G, channels] -> [*loops, B, G, T, window * channels]
     x = x.reshape(*lead, -1, x.shape[-2], groups, x.shape[-1] // groups)
     x = jnp.moveaxis(x, -2, len(lead))
@@ -190,16 +174,16 @@ def pairs_of_convolution(
     # [*loops, B, T, G, features] -> [*loops, B, G, T, features]
     d = d.reshape(*lead, -1, groups, d.shape[-1] // groups)
     d = jnp.moveaxis(d, -2, len(lead))
-    axes = _loop_axes(use.loops)
-    return _arrange_bgte(x, *axes), _arrange_bgte(d, *axes)
+    return _merge_loops(use, x), _merge_loops(use, d)
 
 
-def _loop_axes(loops: tuple[bool, ...]) -> tuple[int, list[int], list[int], list[int]]:
-    """Returns the axes of `B`, `G`, `T` and `E` in `[*loops, B, G, T, E]`."""
-    example = len(loops)
-    sliced = [i for i, is_sliced in enumerate(loops) if is_sliced]
-    unsliced = [i for i, is_sliced in enumerate(loops) if not is_sliced]
-    return example, [*sliced, example + 1], [*unsliced, example + 2], [example + 3]
+def _merge_loops(use: ParamUse, x: Array) -> Array:
+    """Merges loops into groups or positions: `[*loops, B, G, T, E]` -> `[B, G, T, E]`."""
+    example = len(use.loops)
+    sliced = [i for i, is_sliced in enumerate(use.loops) if is_sliced]
+    unsliced = [i for i, is_sliced in enumerate(use.loops) if not is_sliced]
+    groups, positions = [*sliced, example + 1], [*unsliced, example + 2]
+    return _arrange_bgte(x, example, groups, positions, [example + 3])
 
 
 def to_gather_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
@@ -219,8 +203,7 @@ def to_gather_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
     d = d.reshape(*lead, 1, ids.shape[-2], math.prod(use.weights.shape[1:]))  # [*loops, B, 1, T, N]
     if drops:
         d = jnp.where(ids < count, d, jnp.zeros_like(d))
-    axes = _loop_axes(use.loops)
-    return _arrange_bgte(ids, *axes)[..., 0], _arrange_bgte(d, *axes)
+    return _merge_loops(use, ids)[..., 0], _merge_loops(use, d)
 
 
 def sizes_of(use: ParamUse) -> Sizes:
@@ -241,10 +224,9 @@ def sizes_of(use: ParamUse) -> Sizes:
             shape[interval.axis] = interval.size
         groups = math.prod(shape[i] for i in product.weight_batch)
         inputs = math.prod(shape[i] for i in product.weight_sums)
-        free = _other_axes(data.ndim, product.data_sums + product.data_batch)
-        positions = math.prod(data.shape[i] for i in free)
+        positions = math.prod(data.shape[i] for i in product.data_free)
         sizes = Sizes(groups, positions, inputs, math.prod(shape) // max(groups * inputs, 1))
-    # Loops that slice the parameter add groups, and other loops add positions.
+    # Loops that slice the parameter add groups, and loops that use all of it add positions.
     return sizes._replace(
         groups=sizes.groups * num_sliced, positions=sizes.positions * num_unsliced
     )
@@ -254,25 +236,21 @@ def trace_transposes(use: ParamUse) -> tuple[tuple[ReshapeOp, ...], tuple[int, .
     """Returns the moves before the last transposes, and the original positions of the axes."""
     moves, order = use.reference.moves, tuple(range(use.weights.ndim))
     depth = sum(use.loops)
-    while moves and primitives.name_of(moves[-1].eqn) == "transpose" and moves[-1].depth == depth:
-        permutation = moves[-1].eqn.params["permutation"]
+    while moves and moves[-1].depth == depth:
+        permutation = primitives.permutation(moves[-1].eqn)
+        if permutation is None:
+            break
         order = tuple(int(permutation[axis]) for axis in order)
         moves = moves[:-1]
     return moves, order
 
 
 class Layout(NamedTuple):
-    """The layout of a use. Uses of the same layout can be joined along their positions.
+    """The layout of a use. Uses with equal layouts can be joined along their positions."""
 
-    Attributes:
-      kind: The name of the operation.
-      moves: The moves of the elements as text.
-      axes: The batch axes and contracted axes of the parameter, and the number of sliced loops.
-    """
-
-    kind: str
-    moves: tuple[str, ...]
-    axes: Any
+    kind: str  # The name of the primitive.
+    moves: tuple[str, ...]  # The moves of the elements as text.
+    axes: Any  # The number of sliced loops, and the batch axes and contracted axes.
 
 
 def layout(use: ParamUse) -> tuple[Layout, bool]:
@@ -289,7 +267,7 @@ def layout(use: ParamUse) -> tuple[Layout, bool]:
     batch = tuple(order[i] for i in product.weight_batch)
     # The product with the transposed parameter has the same layout with swapped sides.
     inputs, outputs = (
-        tuple(sorted(order[i] for i in side)) for side in (product.weight_sums, use.output_axes)
+        tuple(sorted(order[i] for i in side)) for side in (product.weight_sums, product.weight_free)
     )
     axes = (sum(use.loops), batch, *sorted([inputs, outputs]))
     return Layout(kind, moves_key(moves), axes), inputs > outputs
@@ -323,11 +301,11 @@ def order_of_sum(use: ParamUse) -> list[int]:
     """Returns the permutation from the output of a product to the axes of the parameter.
 
     The output of the `dot_general` of data and cotangents has the axes of sliced loops, then the
-    batch axes, then the other axes of the data and of the cotangents, in their order.
+    batch axes, then the remaining axes of the data and of the cotangents, in their order.
     """
     product, num_sliced = use.product, sum(use.loops)
     by_data = sorted(zip(product.data_sums, product.weight_sums, strict=True))
-    labels = [*product.weight_batch, *(w for _, w in by_data), *use.output_axes]
+    labels = [*product.weight_batch, *(w for _, w in by_data), *product.weight_free]
     positions = sorted(range(len(labels)), key=labels.__getitem__)
     return [*range(num_sliced), *(num_sliced + position for position in positions)]
 

@@ -20,7 +20,7 @@ import optaxclip.per_example.ghost.sites as sites
 from optaxclip._backend.elementwise import product_with_bfloat16
 from optaxclip._base.numerics import floor_pow2, reciprocal_pow2, static_size_or_none
 from optaxclip._engine.scale import Multiplier
-from optaxclip.per_example._batched_clip import sum_dtype
+from optaxclip.per_example._batched_clip import expand_like, sum_dtype
 from optaxclip.per_example.ghost.norms import (
     NormTerm,
     einsum,
@@ -44,17 +44,14 @@ def compute_weighted_sum(
 ) -> Array:
     """Sums the gradients of a parameter times their multipliers `[examples]`.
 
-    Args:
-      leaf: The type of the parameter.
-      parts: The terms of the parameter.
-      backward: The data and cotangents.
-      by: The multipliers. If a ratio is 0, nothing is added, even if the example is non-finite.
-      are_ordinary: True if all data, cotangents and their products with factors are in range.
+    Nothing is added if a ratio is 0, even if the example is non-finite. `are_ordinary` is True if
+    all data, cotangents and their products with factors are in range.
     """
     dtype, total = sum_dtype(leaf.dtype), None
     for use, _ in (use for part in parts for use in part.uses):
         used = _sum_use(use, *use.operands(backward), by, dtype, are_ordinary)
-        used = _scatter_into_leaf(use, used, leaf.shape)  # [*sliced loops, *operand] -> [*leaf]
+        # [*sliced loops, *operand] -> [*leaf]
+        used = _scatter_into_leaf(use, used, shape=leaf.shape)
         total = used if total is None else total + used
     return jnp.zeros(leaf.shape, dtype) if total is None else total
 
@@ -102,7 +99,7 @@ def _rescale_operands(
     smaller_axes = [axis for axis in range(smaller.ndim) if axis not in smaller_kept]
     larger_axes = [axis for axis in range(larger.ndim) if axis not in larger_kept]
     power = floor_pow2(jnp.max(jnp.abs(larger), larger_axes).astype(dtype))  # [*larger_kept]
-    ratio = _expand_like(by.ratio, larger, example)
+    ratio = expand_like(by.ratio, larger, example)
     scaled = larger.astype(dtype) * lax.expand_dims(reciprocal_pow2(power), larger_axes)
     scaled = jnp.where(ratio == 0, ratio.astype(dtype), scaled)
     # The cast is exact because the elements were multiplied by a power of two.
@@ -112,7 +109,7 @@ def _rescale_operands(
     power = lax.expand_dims(power, smaller_axes)
     smaller = smaller.astype(dtype) * power
     if use.site.kind == primitives.CONVOLUTION:
-        # The largest elements may only be multiplied by zeros. The products with other elements
+        # The largest elements may only be multiplied by zeros. The products with smaller elements
         # must still be in range.
         most = _LARGEST / (jnp.max(jnp.abs(smaller), smaller_axes) * by.power)  # [examples]
         by = by._replace(ratio=jnp.where(by.ratio > most, most, by.ratio))
@@ -129,11 +126,12 @@ def gradients_of_examples(leaf: Any, parts: Sequence[NormTerm], backward: Backpr
         else:
             used = _compute_kernels(use, x, d, dtype)
         # [examples, *sliced loops, *operand] -> [examples, *leaf]
-        totals.append(jax.vmap(lambda x, use=use: _scatter_into_leaf(use, x, leaf.shape))(used))
+        scatter = functools.partial(_scatter_into_leaf, use, shape=leaf.shape)
+        totals.append(jax.vmap(scatter)(used))
     return functools.reduce(jnp.add, totals)
 
 
-def _scatter_into_leaf(use: ParamUse, gradient: Array, shape: tuple[int, ...]) -> Array:
+def _scatter_into_leaf(use: ParamUse, gradient: Array, *, shape: tuple[int, ...]) -> Array:
     """Moves the gradient of the used elements to their positions in the parameter."""
     if not use.reference.moves:
         return gradient.reshape(shape)
@@ -141,14 +139,9 @@ def _scatter_into_leaf(use: ParamUse, gradient: Array, shape: tuple[int, ...]) -
 
 
 def _scale_examples(x: Array, by: Multiplier, example: int, dtype: Any) -> Array:
-    ratio, power = (_expand_like(v.astype(dtype), x, example) for v in (by.ratio, by.power))
+    ratio, power = (expand_like(v.astype(dtype), x, example) for v in (by.ratio, by.power))
     # The zeros are not a constant, for which XLA on a GPU would store an array (as of JAX 0.10.2).
     return jnp.where(ratio == 0, ratio, x.astype(dtype) * power * ratio)
-
-
-def _expand_like(x: Array, like: Array, example: int) -> Array:
-    """Adds axes of size 1 to an array `[examples]`, up to the rank of `like`."""
-    return lax.expand_dims(x, [axis for axis in range(like.ndim) if axis != example])
 
 
 def _sum_products(use: ParamUse, x: Array, d: Array, dtype: Any, *, summed: bool) -> Array:
@@ -165,12 +158,10 @@ def _sum_products(use: ParamUse, x: Array, d: Array, dtype: Any, *, summed: bool
         x, d, options = exact_operands(x, d, dtype)
         return lax.dot_general(x, d, (positions, groups), **options)
 
-    def sum_product(x: Array, d: Array) -> Array:
-        if {x.dtype, d.dtype} != {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-            return multiply(x, d)
+    sum_product = multiply
+    if {x.dtype, d.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
         in_parts = functools.partial(_product_in_parts, numbers=(positions, groups), dtype=dtype)
-        return product_with_bfloat16(x, d, whole=multiply, in_parts=in_parts)
-
+        sum_product = functools.partial(product_with_bfloat16, whole=multiply, in_parts=in_parts)
     split, block_axes = sites.block_split(use), (example, example)
     if split.pieces > 1:
         block_axes = axes.data_positions[split.axis], axes.positions[split.axis]
@@ -189,8 +180,8 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
         math.prod(size for axis, size in enumerate(v.shape) if axis not in (*sums, *kept))
         for v, sums, kept in zip((x, d), contracted, batch, strict=True)
     ]
-    # If the parts are additional terms of the sum, the other factor is written twice. If they are
-    # additional columns, the result is written twice.
+    # The bfloat16 factor is written twice if the parts are used as additional terms of the sum. The
+    # result is written twice if they are used as additional columns.
     are_terms = static_size_or_none(num_terms) is None or num_terms <= 4 * min(num_free)
     factors, axes = [], []
     for v, flag, *own in zip((x, d), is_wide, contracted, batch, strict=True):

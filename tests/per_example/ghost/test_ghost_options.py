@@ -270,7 +270,7 @@ def test_explain_reports_norm_method_and_reason():
     assert "not used" in text.splitlines()[1]
     assert "'integer_pow'" in text.splitlines()[2]
     assert "56 B" in text.splitlines()[2]
-    assert "inputs and of their cotangents" in text.splitlines()[3]
+    assert "inputs and output cotangents" in text.splitlines()[3]
 
 
 @pytest.mark.parametrize(
@@ -303,11 +303,11 @@ def test_explain_formats_aligned_table():
     lines = text.splitlines()
     assert [re.split("  +", line) for line in lines] == [
         ["parameter", "shape", "norms from", "positions", "memory"],
-        ["a", "(256,)", "gradients of examples, as it is used by 'sin'", "-", "1 KiB"],
-        ["b", "(786432,)", "gradients of examples, as it is used by 'sin'", "-", "3 MiB"],
-        ["c", "(268435456,)", "gradients of examples, as it is used by 'sin'", "-", "1 GiB"],
+        ["a", "(256,)", "gradients of examples, because it is used by 'sin'", "-", "1 KiB"],
+        ["b", "(786432,)", "gradients of examples, because it is used by 'sin'", "-", "3 MiB"],
+        ["c", "(268435456,)", "gradients of examples, because it is used by 'sin'", "-", "1 GiB"],
         ["unused", "(2,)", "is not used: norm 0", "-", "0 B"],
-        ["w", "(3, 4)", "norms of its inputs and of their cotangents", "1", "0 B"],
+        ["w", "(3, 4)", "norms of inputs and output cotangents", "1", "0 B"],
     ]
     assert {len(line) for line in lines} == {len(lines[3])}
 

@@ -103,7 +103,7 @@ def test_ghost_counts_convolution_patches_twice():
         )
 
     args = jax.eval_shape(lambda: (jnp.zeros((3, 3, 64, 64)), jnp.zeros((8, 14, 14, 64))))
-    assert "gradients of examples, which cost less" in per_example.explain(loss, *args)
+    assert "gradients of examples, cheaper than Gram matrices" in per_example.explain(loss, *args)
 
 
 def test_ghost_norms_of_aligned_wide_tokens_keep_precision():
