@@ -35,7 +35,7 @@ OVERFLOW_EDGES = (
     BinEdge(2.0**128 - 2.0**119, inclusive=True),  # bfloat16
     BinEdge(2.0**128 - 2.0**103, inclusive=True),  # float32
 )
-"""The smallest absolute values that are too large for number formats except float64."""
+"""The absolute values at which number formats overflow, except for float64."""
 
 INFINITE, NAN = BinEdge(float("inf"), inclusive=True), BinEdge(float("inf"))
 ZERO_EDGE = BinEdge(0.0)

@@ -248,7 +248,7 @@ def check_static(value: Any, argument: str) -> None:
     if isinstance(value, jax.Array):
         raise TypeError(
             f"{argument} must not be a JAX array, got {value!r}; use static_args=({argument!r},) "
-            "with optax.inject_hyperparams, because new values are compiled again"
+            "with optax.inject_hyperparams"
         )
 
 

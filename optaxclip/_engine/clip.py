@@ -83,19 +83,18 @@ def clip_by(
 
     The following guarantees apply to all scopes, norms and thresholds. Norms are summed in float32
     or wider, and no square overflows or underflows. A group at or below its threshold is returned
-    unchanged. Any other group is scaled to its threshold up to rounding, and use `strict=True` if
-    its new norm must never exceed the threshold. Dtypes, weak types, shapes and the tree structure
-    are unchanged. The value and its derivatives are finite for finite gradients. `None`, integer,
-    bool, `float0` and PRNG-key leaves are returned unchanged and ignored in norms.
+    unchanged. The new norm of other groups is the threshold up to rounding. Use `strict=True` if it
+    must never exceed the threshold. Dtypes, weak types, shapes and the tree structure are
+    unchanged. The value and its derivatives are finite for finite gradients. `None`, integer, bool,
+    `float0` and PRNG-key leaves are returned unchanged and ignored in norms.
 
     Args:
-      scope: The groups of elements that share a norm, from `optaxclip.scopes`. Note that you must
-        use `optax.inject_hyperparams` with `static_args=("scope",)`, because a scope is a function
-        but not a schedule.
+      scope: The groups of elements that share a norm, from `optaxclip.scopes`. Because a scope is a
+        function but not a schedule, `optax.inject_hyperparams` must get `static_args=("scope",)`.
       threshold: A number, a scalar array (traced or not), a schedule `count -> threshold`, or a
         rule from `optaxclip.thresholds`. You can also use a dict from the names of all groups to
-        these types. Inside `optax.masked` or `optax.partition`, this dict can contain names of
-        groups of the remaining leaves, too.
+        such thresholds. Note that inside `optax.masked` or `optax.partition`, the dict may contain
+        names of groups of other leaves.
       response: "clip" (the default), "normalize", "smooth", "auto_s", "band", or a function. See
         `optaxclip.responses`.
       **options: Options that all transformations share, see `optaxclip.ClipOptions`.
@@ -252,8 +251,8 @@ def clip_tree(
 
     Args:
       tree: A pytree of floating-point or complex arrays. Other leaves are returned unchanged.
-      thresholds: A threshold as in `clip_by`. Rules return their first threshold. You can also use
-        an `optaxclip.Thresholds`, which contains a norm above which to clip and a norm to reach.
+      thresholds: A threshold as in `clip_by`. Rules act as in their first step. You can also use
+        an `optaxclip.Thresholds`, with a norm above which to clip and a norm to reach.
       scope: The groups of elements that share a norm, as in `clip_by`.
       params: The parameters, for thresholds that are relative to them.
       norm: The norm of a group. Defaults to the L2 norm.
