@@ -10,7 +10,7 @@ PYTHON = "https://docs.python.org/3/library/collections.abc.html#{}"
 ELSEWHERE = {
     "jax.Array": JAX.format("jax.Array"),
     "optaxclip._base.types.ArrayLike": JAX.format("jax.typing.ArrayLike"),
-    "optaxclip._base.host.ArrayLike": f"{NUMPY}/typing.html#numpy.typing.ArrayLike",
+    "optaxclip._base.types.HostArrayLike": f"{NUMPY}/typing.html#numpy.typing.ArrayLike",
     "numpy.ndarray": f"{NUMPY}/generated/numpy.ndarray.html",
     "optax.GradientTransformation": (
         "https://optax.readthedocs.io/en/latest/api/transformations.html"

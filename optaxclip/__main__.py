@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from optaxclip import __version__
-from optaxclip._base.optional_imports import install_command
+from optaxclip._base.validation import install_command
 from optaxclip.tuning import Suggestion, read_log, suggest
 
 EXAMPLES = """examples:

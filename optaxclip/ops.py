@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-import optaxclip._backend.memory as memory
 import optaxclip.scopes as scopes
 import optaxclip.transforms.elementwise as elementwise
 from optaxclip._backend.cotangent import forbid_vmap, transform_cotangent
+from optaxclip._backend.global_view import memory_spaces, put_leaves, put_on_device
 from optaxclip._base.trees import broadcast_prefix, flatten, get_stored_values, replace_values
 from optaxclip._base.types import ArrayLike, AxisName, ClipInfo, NonFinite, PyTree, Thresholds
 from optaxclip._base.validation import has_float_arrays, normalize_axis_names, short_repr
@@ -96,10 +96,10 @@ def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: Array
     high = elementwise.check_bound(clip_value_max, "clip_value_max")
     are_integers = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in (low, high))
     # TensorFlow clips integers to integer bounds.
-    homes, integers = memory.memory_spaces(tree), "measure" if are_integers else "error"
-    flat = flatten(memory.put_on_device(tree), "tree", integer_policy=integers)
+    homes, integers = memory_spaces(tree), "measure" if are_integers else "error"
+    flat = flatten(put_on_device(tree), "tree", integer_policy=integers)
     clamped = elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
-    return _assert_same_types(memory.put_leaves(clamped, homes), tree)
+    return _assert_same_types(put_leaves(clamped, homes), tree)
 
 
 def clip_by_norm(

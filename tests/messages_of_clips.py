@@ -101,7 +101,7 @@ TYPE_ERRORS = {
         optaxclip.zclip(), SGD
     ),
     r"threshold must .*; combine transformations by ": lambda: skip_above(optaxclip.zclip(), SGD),
-    r"skip_nonfinite\(\) requires \['inner'\]; .* adding a stage to the chain, "
+    r"skip_nonfinite\(\) requires \['inner'\]; wrap the optimizer "
     r"as in skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
     r"requires \['threshold'\]; .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: (
         skip_above(1.0)
@@ -234,20 +234,20 @@ VALUE_ERRORS = {
     ),
     r"axes must be all 2 axes of the sparse leaf '0', "
     r"got 1; pass leaf\.todense\(\)": lambda: ops.clip_by_norm([SPARSE], 1.0, axes=1),
-    r"norms for its 1 groups, got 3 norms, .* jax\.vmap too": lambda: clip_by(LEAF, 1.0).update(
+    r"norms for its 1 groups, got 3 norms .* for the update too": lambda: clip_by(LEAF, 1.0).update(
         [jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])
     ),
-    r"labels must be a pytree prefix of the gradients, which have .* "
+    r"labels must be a pytree prefix of the gradients with .* "
     r"'layer0', .*, \.\.\. \(dict\), got the leaves 'x' \(dict\)": lambda: by_labels(
         {"x": "a"}, GRADS
     ),
-    r"have the leaves 'w' .*, got the leaves 'w/k' .* a function \(path, leaf\)": lambda: by_labels(
+    r"with the leaves 'w' .*, got the leaves 'w/k' .* a function \(path, leaf\)": lambda: by_labels(
         {"w": {"k": "a"}}, {"w": jnp.ones(2)}
     ),
     "stacked must be a pytree prefix of the gradients": lambda: clip_by(
         scopes.leaf(stacked={"x": 1}), 1.0
     ).init(GRADS),
-    r"got the new groups \['b'\] .* copies of optax\.lookahead; .*lookahead\(optax": (
+    r"got the new groups \['b'\]; put .* inside optax\.lookahead, .*lookahead\(optax": (
         outside_of_lookahead
     ),
     r"norm must be one of .* got 'L2'; did you mean 'l2'\?": lambda: clip_by_global_norm(
@@ -260,8 +260,8 @@ VALUE_ERRORS = {
     r"alpha must be from 0 to 1, got 2\.5; use z_thresh= for a": lambda: thresholds.zscore(2.5),
     r"decay must be from 0 to 1, got 1\.1; use ratio= for a multiple": lambda: thresholds.ema(1.1),
     r"decay must be from 0 to 1, got 3\.0; use num_std= for a": lambda: thresholds.log_tracker(3.0),
-    "axis_name must be a mapped axis, got 'x'; call the function inside pmap": lambda: (
-        ops.global_norm(ONE, axis_name="x")
+    "axis_name must be a mapped axis, got 'x'; use pmap": lambda: ops.global_norm(
+        ONE, axis_name="x"
     ),
     "max_consecutive .* at least 1, got 0": lambda: skip_nonfinite(SGD, 0),
     r"max_consecutive .* of shape \(2,\)": lambda: skip_above(SGD, 1.0, jnp.ones(2, int)),
@@ -302,7 +302,7 @@ VALUE_ERRORS = {
     "^adaptive_grad_clip: params must .*, got None; call update": lambda: AGC.update(
         ONE, AGC.init(ONE)
     ),
-    r"params must match.*'b'.*\(1,\).*\(3,\)": lambda: AGC.update(
+    r"params must have a leaf 'b' of shape \(1,\) .*\(3,\)": lambda: AGC.update(
         ONE, AGC.init(ONE), {"b": jnp.ones(3)}
     ),
     "labels must be a pytree prefix.* 'v'": lambda: scoped(scopes.group({"v": "a"})),
@@ -344,11 +344,11 @@ VALUE_ERRORS = {
     "clip_by: params must be .* relative to the parameters, got None; call ": lambda: clip_by(
         LEAF, {"b": RELATIVE}
     ).update(ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)),
-    "the update must get the extra argument 'grad_norm', .* got None; pass": told,
-    "got None; pass it": lambda: told(grad_norm=None),
+    "grad_norm must be passed to the update with known_norm='grad_norm', got None; use": told,
+    "got None; use update": lambda: told(grad_norm=None),
     "^grad_norm must be a scalar": lambda: told(grad_norm=jnp.ones(2)),
-    "the update must get the extra argument 'grad_norm'": lambda: told(skip_above),
-    "got None; pass it by update": lambda: told(skip_above, grad_norm=None),
+    "grad_norm must be passed to the update": lambda: told(skip_above),
+    "got None; use update\\(grads": lambda: told(skip_above, grad_norm=None),
     "^grad_norm must be a scalar, ": lambda: told(skip_above, grad_norm=jnp.ones(2)),
     r"b1 must be at least 0 and below 1, got 1.0": lambda: stable(b1=1.0),
     r"b1 must be below 1 in float32, got .*; use at most 0.99999994$": lambda: stable(b1=1 - 1e-9),

@@ -219,7 +219,7 @@ VALUE_ERRORS = {
     "noise_multiplier must not be negative": lambda: AGGREGATE(1.0, -1.0),
     "threshold must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
     "reduction must be one of": lambda: AGGREGATE(1.0, 0.0, reduction="median"),
-    "the state must be of type PerExampleState": lambda: AGGREGATE(1.0, 0.0).update(X, ()),
+    "state must be of type PerExampleState": lambda: AGGREGATE(1.0, 0.0).update(X, ()),
     r"noise_multiplier must be below 2 \* count_noise": lambda: AGGREGATE(
         quantile_threshold(count_noise=0.5), 1.0, key=0
     ),

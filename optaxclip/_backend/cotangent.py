@@ -1,9 +1,10 @@
 """Primitives that transform cotangents and reject `vmap`.
 
-The identity with a transformed cotangent is a separate primitive, because JAX has no function that
-creates one (as of JAX 0.10.2). `jax.custom_vjp` does not support forward mode.
+The identity with a transformed cotangent is a separate primitive, because no function of JAX can
+create it (as of JAX 0.10.2). `jax.custom_vjp` does not support forward mode.
 `jax.custom_derivatives.linear_call` assumes that the function is linear, so derivatives of the
-cotangent are wrong, and it does not support `vmap`. `jax.custom_jvp` loses its rules inside loops.
+cotangent would be wrong, and it does not support `vmap`. `jax.custom_jvp` loses its rules inside
+loops.
 
 The forward-mode rule returns `x` unchanged, and only modifies tangents that reverse mode
 transposes. Therefore, derivatives of a cotangent are derivatives of the function alone, as with
@@ -17,7 +18,9 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 from jax import Array
+from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
 import optaxclip._backend.meshes as meshes
 
@@ -41,11 +44,7 @@ mlir.register_lowering(_identity, lambda _, x, *__, **___: [x])
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    cotangent_fn: CotangentFn,
-    is_tangent: bool,
+    primals: Sequence[Any], tangents: Sequence[Any], *, cotangent_fn: CotangentFn, is_tangent: bool
 ) -> tuple[Any, Any]:
     (x, *operands), dx = primals, tangents[0]
     if is_tangent or isinstance(dx, ad.Zero):
@@ -53,14 +52,14 @@ def _jvp(
     return x, _identity.bind(dx, *operands, cotangent_fn=cotangent_fn, is_tangent=True)
 
 
-def _transpose_rule(
-    cotangent: Any, x: Any, *operands: Any, cotangent_fn: CotangentFn, is_tangent: bool
-) -> list[Any]:
-    del x, is_tangent
-    return [cotangent_fn(cotangent, *operands), *[None] * len(operands)]
-
-
-ad.deflinear2(_identity, _transpose_rule)
+# Only the first operand has a cotangent.
+ad.deflinear2(
+    _identity,
+    lambda cotangent, _, *operands, cotangent_fn, **__: [
+        cotangent_fn(cotangent, *operands),
+        *[None] * len(operands),
+    ],
+)
 ad.primitive_jvps[_identity] = _jvp
 
 
@@ -94,10 +93,12 @@ def _batching_rule(
 ) -> tuple[Array, int]:
     (x, *operands), (axis, *other_axes) = args, axes
     if axis is None:
-        # Broadcast, because otherwise the result is only the sum of the cotangents of the examples.
-        x = meshes.place_on_current_mesh(x)
+        # Broadcast, because otherwise the cotangents of the examples are summed first.
+        mesh = meshes.current_mesh()
+        if mesh is not None and AxisType.Explicit in mesh.axis_types and isinstance(x, Tracer):
+            x = meshes.place_on_mesh(x, mesh)
         if mapped.explicit_mesh_axis and jax.typeof(x).sharding.mesh.empty:
-            # The mesh is only in the types of arrays that are not operands here.
+            # The mesh is then only known from the types of arrays that are not operands.
             raise ValueError(
                 "clip_cotangent: x must be placed on the explicit mesh of the vmap, got an "
                 f"unplaced array of shape {x.shape}; set the mesh with jax.set_mesh"
@@ -113,8 +114,8 @@ batching.fancy_primitive_batchers[_identity] = _batching_rule
 def forbid_vmap(x: Array, function: str) -> Array:
     """Returns `x`, and rejects a later `vmap` if `x` varies over devices inside `shard_map`.
 
-    `jax.vmap` can be applied before or after the derivative, and around a `jit` or a `scan` of it.
-    Only a separate primitive detects all of these.
+    `jax.vmap` can be applied before or after the derivative, and around a `jit` or a `scan`. Only a
+    separate primitive can detect all of these cases.
     """
     return _unmapped.bind(x, function=function) if meshes.varying_axes(x) else x
 

@@ -1,6 +1,6 @@
-"""Computes on the elements of a leaf, dense or `BCOO`, with the fastest method on each platform.
+"""Computes on the elements of dense and `BCOO` leaves with the fastest method of the platform.
 
-Code for single platforms is in `kernels`, with measurements of its benefit.
+Code for single platforms is in `kernels`, together with measurements of its benefit.
 """
 
 import functools
@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._backend.kernels as kernels
+import optaxclip._backend.meshes as meshes
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import cast_elements, map_real_imag, multiply
 from optaxclip._base.trees import is_sparse, replace_values
@@ -29,12 +30,12 @@ def dense_values(
 ) -> tuple[Array, tuple[int, ...]]:
     """Returns a leaf as an array, and the axes over which its elements share a norm.
 
-    For a `BCOO`, the array contains the stored values in `dtype`, with duplicates summed and 0 for
-    padding, and the axes are all axes of this array.
+    For a `BCOO`, the array contains the stored values in `dtype`, with duplicates summed and
+    padding set to 0. The axes are then all axes of this array.
     """
     if not is_sparse(leaf):
         return leaf, axes
-    data = jnp.where(valid_mask(leaf), cast_elements(leaf.data, dtype), 0)
+    data = jnp.where(valid_mask(leaf), cast_elements(leaf.data, dtype), 0)  # [*batch, nse, *dense]
     x = replace_values(leaf, data).sum_duplicates(nse=leaf.nse).data
     return x, tuple(range(x.ndim))
 
@@ -44,7 +45,7 @@ def pair_values(
 ) -> tuple[Array, Array, tuple[int, ...]]:
     """Returns the elements of two leaves with equal shapes, and the axes that share a norm.
 
-    Elements that a `BCOO` does not store are removed from both.
+    Elements that a `BCOO` does not store are removed from both leaves.
     """
     if is_sparse(other):
         other = other.todense()
@@ -52,19 +53,18 @@ def pair_values(
         from jax.experimental.sparse import bcoo_extract
 
         # Products are linear in the leaf, so duplicates need not be summed first.
-        other = bcoo_extract(leaf, other, assume_unique=True).data
+        other = bcoo_extract(leaf, other, assume_unique=True).data  # [*batch, nse, *dense]
         leaf = jnp.where(valid_mask(leaf), leaf.data, 0)
         axes = tuple(range(leaf.ndim))
     return cast_elements(leaf, dtype), cast_elements(other, dtype), axes
 
 
-def coalesce_values(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
-    """Returns the elements that the stored values of a `BCOO` contribute to, and 0 for padding."""
-    return stored_as_entries(leaf, dtype)[0]
+def coalesce_values(leaf: Any, dtype: jax.typing.DTypeLike) -> tuple[Array, Array]:
+    """Replaces the stored values of a `BCOO` by the elements to which they contribute.
 
-
-def stored_as_entries(leaf: Any, dtype: jax.typing.DTypeLike) -> tuple[Array, Array]:
-    """Returns `coalesce_values`, and a mask of the first stored value of each element."""
+    Returns these elements, with padding set to 0, and a mask that is True for the first stored
+    value of an element and False for its duplicates. Both have the shape of the stored values.
+    """
     is_valid = valid_mask(leaf)
     data = jnp.where(is_valid, cast_elements(leaf.data, dtype), 0)  # [*batch, nse, *dense]
     sum_fn = _sum_duplicates
@@ -84,23 +84,14 @@ def _sum_duplicates(data: Array, indices: Array) -> tuple[Array, Array]:
 
 
 def valid_mask(leaf: Any) -> Array:
-    """Returns a mask that is False for padding of a `BCOO`, and broadcasts to its stored values."""
+    """Returns a mask that is False for the padding of a `BCOO`.
+
+    The mask broadcasts to the stored values.
+    """
     bounds = np.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     bounds = jnp.broadcast_to(bounds.astype(leaf.indices.dtype), leaf.indices.shape)
     is_valid = jnp.all(leaf.indices < bounds, axis=-1)  # bool[*batch, nse]
     return lax.expand_dims(is_valid, range(is_valid.ndim, leaf.data.ndim))
-
-
-def any_over_axes(leaf: Any, flags: Array, axes: tuple[int, ...]) -> Array:
-    """Returns `True` where a flag is set along the axes of a leaf. Padding is ignored."""
-    return jnp.any(flags & valid_mask(leaf)) if is_sparse(leaf) else jnp.any(flags, axes)
-
-
-def map_stored_values(fn: Callable[..., Array], leaf: Any, axes: tuple[int, ...]) -> Any:
-    """Calls `fn(leaf, axes=axes)`, for a `BCOO` with its stored values and all of their axes."""
-    if not is_sparse(leaf):
-        return fn(leaf, axes=axes)
-    return replace_values(leaf, fn(leaf.data, axes=tuple(range(leaf.data.ndim))))
 
 
 def scale_by_real(x: Array, by: Array | float) -> Array:
@@ -116,21 +107,15 @@ def scale_and_round(
 ) -> Array:
     """Computes `x * power * ratio` for real elements, rounded once to the dtype of `x`.
 
-    Args:
-      x: The elements.
-      power: A power of two.
-      ratio: The second factor.
-      strict: If True, rounds toward zero instead of to the nearest number.
-      default_kernel: The function of `x`, `power`, `ratio` and `strict` for other platforms than
-        CPUs.
-
-    Returns:
-      The scaled elements.
+    `power` must be a power of two. If `strict` is True, elements are rounded toward zero instead of
+    to the nearest number. `default_kernel` is a function of the same four arguments that is used
+    for derivatives and on all platforms except CPUs.
     """
     default_kernel = functools.partial(default_kernel, strict=strict)
     if x.dtype != jnp.bfloat16 or ratio.dtype != jnp.float32:
         return default_kernel(x, power, ratio)
     cpu_kernel = custom_jvp()(functools.partial(kernels.scale_bfloat16_on_cpu, strict=strict))
+    # Operations on bits have no derivative, so the derivative of the default kernel is used.
     cpu_kernel.defjvp(functools.partial(jax.jvp, default_kernel))
     return lax.platform_dependent(x, power, ratio, cpu=cpu_kernel, default=default_kernel)
 
@@ -140,8 +125,8 @@ def select_keep_subnormals(flag: Array, x: Array, y: Array) -> Array:
 
     The flags broadcast to `x`.
     """
-    # `lax.select` does not broadcast the flags of several groups. `jnp.where` does, but is a nested
-    # call for each leaf, which takes longer to compile (as of JAX 0.10.2).
+    # `lax.select` does not broadcast the flags of several groups. `jnp.where` does, but it is a
+    # nested call per leaf, which takes longer to compile (as of JAX 0.10.2).
     select = lax.select if flag.shape in ((), x.shape) else jnp.where
     if x.dtype != jnp.bfloat16:
         return select(flag, x, y)
@@ -162,10 +147,10 @@ def sum_weighted(
     by_products: Callable[..., list[Array]],
     fused: Callable[..., list[Array]],
 ) -> list[Array]:
-    """Sums gradients times factors over examples, with one of two functions of these.
+    """Sums gradients times factors over examples, with one of two equivalent functions.
 
-    XLA fuses the product and the sum on accelerators. On CPUs, a matrix product takes a quarter of
-    the time of product and sum, and two thirds of the memory in bfloat16.
+    XLA fuses the product and the sum on accelerators. On CPUs, a matrix product only needs a
+    quarter of the time of product and sum, and two thirds of the memory in bfloat16.
     """
     return lax.platform_dependent(leaves, factors, cpu=by_products, default=fused)
 
@@ -173,7 +158,7 @@ def sum_weighted(
 def product_with_bfloat16(
     x: Array, y: Array, *, whole: Callable[..., Array], in_parts: Callable[..., Array]
 ) -> Array:
-    """Multiplies a matrix in bfloat16 with one in float32, with one of two functions of these.
+    """Multiplies matrices in bfloat16 and float32, with one of two equivalent functions.
 
     On accelerators, two products in bfloat16 are much faster than one product in float32.
     """
@@ -183,15 +168,20 @@ def product_with_bfloat16(
 def dispatch_chunk_size(
     operands: Any, *, small: Callable[..., Any], large: Callable[..., Any]
 ) -> Any:
-    """Calls `small(operands)`, which uses small chunks, on CPUs, and `large` elsewhere."""
+    """Calls `small(operands)`, which uses small chunks, on CPUs, and `large` on accelerators."""
     return lax.platform_dependent(operands, cpu=small, default=large)
 
 
 def divide_each(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    """Divides arrays with equal shapes by one divisor each."""
+    """Divides arrays with equal shapes by one divisor each.
+
+    CPUs divide stacked arrays. Otherwise, the caller has to stack the quotients, and XLA on CPUs
+    repeats that in the loops of all leaves (as of JAX 0.10.2). Clipping 200 leaves by their own
+    norms then has 10% more instructions.
+    """
     return lax.platform_dependent(
         dividends,
         divisors,
-        cpu=kernels.divide_stacked_on_cpu,
+        cpu=lambda xs, ys: tuple(meshes.stack(xs) / meshes.stack(ys)),
         default=lambda xs, ys: tuple(map(operator.truediv, xs, ys)),
     )

@@ -21,13 +21,13 @@ from optaxclip._base.float_formats import edge_bit_patterns
 from optaxclip._base.numerics import static_size_or_none
 
 WORD_BITS = 16
-"""Counts are stored in two words. This is the number of bits of the lower word."""
+"""The number of bits of the lower word, because counts are stored in two words."""
 
 CHUNK_SIZE = 2**20
-"""Approximate number of elements that CPUs and TPUs process together, to limit temporary memory."""
+"""Approximate number of elements that CPUs and TPUs process together to save temporary memory."""
 
 LANES = 256
-"""Number of copies of the counts on GPUs, because threads wait to add to the same count."""
+"""Number of copies of the counts on GPUs, because threads have to wait for a shared count."""
 
 
 def num_counts(*, wide: bool) -> int:
@@ -41,21 +41,21 @@ def counts_by_size(
     """Counts the elements with absolute values above an edge and at most the next edge.
 
     Args:
-      leaf: A real or complex array. It has a 64-bit dtype only with `wide`.
+      leaf: A real or complex array. If `wide` is False, its dtype must not be 64-bit.
       axes: The axes to count over.
-      size: The number of elements along these axes. It is larger than that of the leaf if the leaf
-        represents a sparse array, and the missing elements count as 0.
-      wide: Whether the edges are those of float64.
-      in_one_piece: Whether the leaf is known not to be sharded by the compiler.
+      size: The number of elements along these axes. If it exceeds that of the leaf, as for the
+        stored values of a sparse array, the missing elements count as 0.
+      wide: If True, the edges are those of float64.
+      in_one_piece: If True, the compiler does not shard the leaf.
 
     Returns:
-      The lower 16 bits and the remaining bits of the counts, uint32[*other axes, 2, counts].
+      The lower 16 bits and the remaining bits of the counts, uint32[*kept axes, 2, counts].
     """
     known_size = static_size_or_none(size)
     is_huge = known_size is None or known_size >= 2**31
     integer = jnp.dtype(jnp.uint64 if is_huge else jnp.uint32)
     with jax.enable_x64(True) if wide or is_huge else contextlib.nullcontext():
-        # integer[*other axes, counts]
+        # integer[*kept axes, counts]
         counts = _count(leaf, axes, integer, wide, in_one_piece or bool(meshes.manual_axes()))
         num_missing = size - math.prod(leaf.shape[axis] for axis in axes)
         if static_size_or_none(num_missing) != 0:
@@ -73,7 +73,7 @@ def propagate_carry(words: Array) -> Array:
     return lax.concatenate([remainder, high + carry], low.ndim - 2)
 
 
-# Jitted to share a trace between leaves with equal shapes and dtypes.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _count(
     leaf: Array, axes: tuple[int, ...], integer: jnp.dtype, wide: bool, is_whole: bool
@@ -84,7 +84,7 @@ def _count(
     edges. TPUs add elements one after another. Compiled by XLA for a TPU v5e, a product of two
     arrays of zeros and ones takes 1/40 of the cycles of comparisons (as of JAX 0.10.2).
     """
-    # A leaf that many devices share has few elements on a device.
+    # A leaf that is sharded across devices has few elements on a device.
     lanes = LANES if is_whole else LANES // 8
     scatter = functools.partial(_count_by_scatter, axes=axes, integer=integer, wide=wide)
     on_gpu = functools.partial(scatter, lanes=lanes)
@@ -129,7 +129,7 @@ def _count_by_scatter(
     group = jnp.zeros(leaf.shape, jnp.int32)  # position of the group along the kept axes
     for axis in kept:
         group = group * leaf.shape[axis] + lax.broadcasted_iota(jnp.int32, leaf.shape, axis)
-    # Few elements use few lanes. Otherwise, the lanes need more memory than the leaf.
+    # Few elements use few lanes. Otherwise, the lanes may use more memory than the leaf.
     num_elements = static_size_or_none(math.prod(leaf.shape[axis] for axis in axes)) or 0
     lanes = 2 ** max(min(lanes, num_elements >> 14).bit_length() - 1, 0)
     position = group * num_bins + _bin_index(leaf, wide=wide)

@@ -1,12 +1,12 @@
 """Makes transformations and functions work with arrays in any memory and on any mesh.
 
-The functions called from here do not handle memories, explicit meshes or eager mode.
+The functions called from here can ignore memories, explicit meshes and eager mode.
 """
 
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
@@ -16,7 +16,6 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-import optaxclip._backend.memory as memory
 import optaxclip._backend.meshes as meshes
 from optaxclip._base.state import check_updates_not_state
 from optaxclip._base.types import PyTree
@@ -60,7 +59,7 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
     """Creates a transformation that accepts arrays in any memory.
 
     JAX does not compute with arrays in different memories. Therefore, the arrays are moved to the
-    memory of the device for a step, and the results are moved to the original memory.
+    memory of the device for a step, and the results are moved back to the original memory.
     """
 
     @functools.wraps(init)
@@ -76,7 +75,7 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
                 "state must be passed to update, got none; call tx.update(grads, state, params), "
                 "starting with state = tx.init(params)"
             )
-        arrays, restore = memory.move_to_device_memory(updates, state, params, extra_args)
+        arrays, restore = move_to_device_memory(updates, state, params, extra_args)
         updates, state, params, extra_args = arrays
         new_updates, new_state = update(updates, state, params, **extra_args)
         new_updates, new_state = restore(new_updates, new_state)
@@ -89,7 +88,7 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
 def stateless(update: Callable[..., Any]) -> Transformation[Any]:
     """Creates a transformation from `update(updates, params, **extra_args) -> updates`.
 
-    The update of the transformation accepts any state and returns it unchanged.
+    The transformation accepts any state and returns it unchanged.
     """
 
     def update_fn(
@@ -98,37 +97,27 @@ def stateless(update: Callable[..., Any]) -> Transformation[Any]:
         check_updates_not_state(updates, optax.EmptyState, "update")
         return update(updates, params, **extra_args), state
 
-    def init_fn(params: PyTree) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
-    return transformation(init_fn, update_fn)
+    return transformation(optax.init_empty_state, update_fn)
 
 
 def global_view(
-    *,
-    out_like: str | tuple[str, ...] | Callable[..., PyTree] | None = None,
-    compiled: bool = True,
+    *, out_like: str | tuple[str, ...] | Callable[..., PyTree] | None = None, compiled: bool = True
 ) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
     """Decorates a function of arrays to work with any sharding.
 
-    Positional arguments are pytrees of arrays, and keyword arguments are static and hashable. The
-    function handles arrays like unsharded arrays. If their types are sharded over an explicit mesh,
-    the axes of this mesh are automatic inside the function, so the compiler shards the intermediate
-    arrays. In eager mode, the function is compiled and cached. Under `jit`, it is traced with the
-    surrounding code, because tracing a call takes time for all of its arguments.
+    Positional arguments are pytrees of arrays, and keyword arguments must be static and hashable.
+    The function can handle all arrays like unsharded arrays. If their types are sharded over an
+    explicit mesh, the axes of this mesh are automatic inside the function, so the compiler shards
+    the intermediate arrays. In eager mode, the function is compiled and cached. Under `jit`, it is
+    traced with the surrounding code, because tracing a call takes time for all of its arguments.
 
     Args:
-      out_like: The shardings of the results on an explicit mesh: the name of the argument with the
-        same types, or a tuple with the name of an argument per result. Or a function of the
-        positional arguments that returns a pytree prefix of the results with arrays or
-        `PartitionSpec`s. If None, the results are replicated.
-      compiled: If True, compiles the function in eager mode. It must then be defined at the top
-      level
-        of a module, because it is part of the cache key.
-
-    Returns:
-      A decorator.
+      out_like: The shardings of the results on an explicit mesh. Use the name of an argument with
+        the same types, or a tuple with the name of an argument per result. It can also be a
+        function of the positional arguments that returns a pytree prefix of the results with arrays
+        or `PartitionSpec`s. By default, the results are replicated.
+      compiled: If True, compiles the function in eager mode. The function must then be defined at
+        the top level of a module, because it is part of the cache key.
     """
 
     def decorate(fn: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -158,6 +147,7 @@ def _call_on_own_mesh(
     static: tuple[tuple[str, Any], ...],
     operands: tuple[Any, ...],
 ) -> Any:
+    # Static arguments are a tuple of pairs, because a dict is not hashable.
     fn = functools.partial(fn, **dict(static))
     types = meshes.unique_avals(operands)
     with meshes.use_operand_mesh(types):
@@ -179,7 +169,8 @@ _compiled = jax.jit(_call_on_own_mesh, static_argnums=(0, 1, 2), inline=True)
 def scan_on_mesh(body: Callable[..., Any], start: PyTree, xs: PyTree, closed_over: PyTree) -> Any:
     """Calls `lax.scan(body, start, xs)` on any mesh, for a body that also uses `closed_over`.
 
-    `lax.scan` fails for seeds that `vmap` shards over an explicit mesh (as of JAX 0.10.2).
+    Without this, `lax.scan` fails for seeds that `vmap` shards over an explicit mesh (as of JAX
+    0.10.2).
     """
     with meshes.use_operand_mesh(meshes.unique_avals(closed_over)):
         return lax.scan(body, meshes.place_on_mesh_of(start, closed_over), xs)
@@ -194,7 +185,7 @@ class MeshSharding(NamedTuple):
     def axes_dividing(self, number: int) -> tuple[str, ...] | None:
         """Returns the mesh axes over which `number` examples can be sharded evenly, or None."""
         names = meshes.spec_names(self.spec[0])
-        # Remove the last axes of the example axis until the shards are equal.
+        # Removes the last axes of the example axis until all shards are equal.
         while number % math.prod(self.mesh.shape[name] for name in names):
             names = names[:-1]
         return names or None
@@ -213,3 +204,60 @@ def constrain_out_sharding(
         specs = PartitionSpec(*spec(mesh_sharding))
         fn = meshes.use_auto_axes(fn, mesh_sharding.mesh, specs)
     return fn(*arrays)
+
+
+def memory_spaces(tree: PyTree) -> list[Any]:
+    """Returns the memory spaces of the leaves, with None for the default memory of a device."""
+    return list(map(_memory_space, jax.tree.leaves(tree)))
+
+
+def _memory_space(x: Any) -> Any:
+    if isinstance(x, Tracer):
+        # The type of a traced PRNG key has no memory space (as of JAX 0.10.2).
+        space = getattr(jax.typeof(x), "memory_space", jax.memory.Space.Device)
+        return None if space == jax.memory.Space.Device else space
+    is_on_host = isinstance(x, Array) and x.sharding.memory_kind == "pinned_host"
+    return jax.memory.Space.Host if is_on_host else None
+
+
+def move_to_device_memory(
+    *trees: PyTree,
+) -> tuple[tuple[PyTree, ...], Callable[..., tuple[PyTree, ...]]]:
+    """Moves all arrays to the default memory of their devices.
+
+    Returns:
+      The trees, and a function to move results to the original memories. The results must have the
+      structures of the first trees. If a tree was None, its result is returned unchanged.
+    """
+    if set(memory_spaces(trees)) <= {None}:
+        return trees, lambda *results: results
+
+    def restore(*results: PyTree) -> tuple[PyTree, ...]:
+        return tuple(
+            x if tree is None else put_leaves(x, memory_spaces(tree))
+            for x, tree in zip(results, trees, strict=False)
+        )
+
+    return tuple(map(put_on_device, trees)), restore
+
+
+def put_on_device(tree: PyTree) -> PyTree:
+    """Moves all arrays to the default memory of their devices."""
+    device = jax.memory.Space.Device
+    return put_leaves(tree, [None if space is None else device for space in memory_spaces(tree)])
+
+
+def template_on_device(x: Any) -> Any:
+    """Returns `x`, or a template for `jnp.zeros_like`, in the default memory of its device."""
+    if _memory_space(x) is None or isinstance(x, Tracer):
+        return x
+    device = next(iter(x.sharding.device_set))
+    sharding = x.sharding.with_memory_kind(device.default_memory().kind)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def put_leaves(tree: PyTree, to: Sequence[Any]) -> PyTree:
+    """Moves leaves to memory spaces. Leaves with the space None are returned unchanged."""
+    leaves, treedef = jax.tree.flatten(tree)
+    pairs = zip(leaves, to, strict=True)
+    return treedef.unflatten([x if m is None else jax.device_put(x, m) for x, m in pairs])

@@ -1,23 +1,26 @@
 """Kernels for XLA on CPUs and GPUs, with measurements of their benefit (as of JAX 0.10.2).
 
-A sum in float64 has the range of the sums at all three scales, and is exact for norms of float32.
+A sum in float64 covers the range of the sums at all three scales, and it is exact for norms of
+float32.
 
 On CPUs, XLA calls a library for plain sums and compiles other reductions itself, which makes them 5
-to 10 times slower. With the library, a sum in float64 takes 1.5 to 2 times as long as in float32.
-Three sums are only as fast as one sum on accelerators, where memory bandwidth limits a pass.
+to 10 times slower. A sum in float64 that uses this library takes 1.5 to 2 times as long as in
+float32. Three sums are only as fast as one sum on accelerators, where memory bandwidth limits a
+pass.
 
 On GPUs, a variadic reduction over all axes of a leaf is one kernel. However, XLA stores the
 summands of a variadic reduction over some of the axes, and runs three plain sums as several
 kernels. If the compiler shards the leaf, a variadic reduction first gathers it on all devices. One
 sum in float64 avoids this. Compiled for an H100 (a transformer with 4 layers of 2048 units), AGC
-reads the gradients 2.02 times with it, and 4.05 times with three sums. On an automatic mesh of
-eight devices, the global norm adds 70 kernels (Optax adds 62), and about 100 more with three sums.
+reads the gradients 2.02 times with it, and 4.05 times with three sums. For example, on an automatic
+mesh of eight devices, the global norm adds 70 kernels (62 in Optax), and three sums would add about
+100 more.
 
 An H100 computes in float64 at half the speed of float32, so all norms of float32 use this sum
-there. It needs 7 instructions per element (three sums need 13, Optax 5) and compiles as fast as
-Optax (three sums take 1.3 times as long). Other GPUs such as the B300 are so slow in float64 that
-the sum may take longer than reading the leaf. They only use it where three sums have the problems
-above.
+there. It uses 7 instructions per element (13 for three sums, 5 in Optax) and compiles as fast as
+Optax (three sums take 1.3 times as long). However, some GPUs such as the B300 are so slow in
+float64 that the sum may take longer than reading the leaf. They only use it where three sums have
+the problems above.
 """
 
 import collections
@@ -31,7 +34,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._backend.meshes as meshes
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import cast_elements, static_size_or_none
 from optaxclip.norms import Norm, l2
@@ -45,12 +47,12 @@ _SMALL, _BATCH_SIZE = 2**16, 16
 
 @dataclasses.dataclass(frozen=True)
 class Float64Sums:
-    """Sums in float64 for a platform. Both functions are called with 64-bit types enabled.
+    """Sums in float64 for a platform. Both functions must be called with 64-bit types enabled.
 
     Attributes:
-      sums_in_float64: Sums the powers of the elements of each leaf. A function of the leaves and
-      the
-        keywords `axes`, `groups` (the group number of each leaf), `norm` and `in_one_piece`.
+      sums_in_float64: Sums the powers of the elements of all leaves. It is a function of the leaves
+        and the keywords `axes`, `groups` (the group numbers of the leaves), `norm` and
+        `in_one_piece`.
       sum_leading_axis: Sums an array along its first axis.
     """
 
@@ -70,7 +72,7 @@ def _sum_on_cpu(
     return [_sum_powers_on_cpu(x, over, norm) for x, over in zip(leaves, axes, strict=True)]
 
 
-# Jitted to share a trace between leaves with equal shapes and dtypes.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _sum_powers_on_cpu(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
     # The norms convert different values to float64. XLA on CPUs stores a conversion that two sums
@@ -83,28 +85,21 @@ def _sum_powers_on_cpu(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
     return lax.reduce_sum(powers.astype(jnp.float64), axes)
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames="axes")
 def max_abs_on_cpu(x: Array, *, axes: tuple[int, ...]) -> Array:
     """Returns the largest absolute value of float32 elements, or NaN if an element is NaN.
 
-    XLA on CPUs calls a library for the extremes of floats, which takes a quarter of the time of the
-    extremes of integers, but ignores NaN (as of JAX 0.10.2). A sum of squares, which the L2 norm
-    uses too, contains NaN. Absolute values are not computed, because XLA would store them if two
-    reductions share them.
+    XLA on CPUs uses a library for the extremes of floats. It only needs a quarter of the time of
+    the extremes of integers, but ignores NaN (as of JAX 0.10.2). Therefore, NaN is detected by a
+    sum of squares, which the L2 norm also uses. Absolute values are not computed, because XLA would
+    store them if two reductions used them.
     """
     largest = lax.reduce(x, jnp.float32(0), lax.max, axes)
     smallest = lax.reduce(x, jnp.float32(0), lax.min, axes)
     with jax.enable_x64(True):
         has_nan = jnp.isnan(lax.reduce_sum(l2.map(cast_elements(x, jnp.float64)), axes))
     return jnp.where(has_nan, jnp.nan, lax.max(largest, lax.neg(smallest)))
-
-
-def _sum_leading_axis_on_cpu(x: Array) -> Array:
-    # The last element of a cumulative sum, because XLA on CPUs repeats a plain sum with all its
-    # summands at each use (as of JAX 0.10.2). With `jnp.sum`, clipping 200 leaves by their global
-    # norm takes twice as long to compile.
-    return lax.cumsum(x)[-1]
 
 
 def _sum_on_gpu(
@@ -117,8 +112,8 @@ def _sum_on_gpu(
 ) -> list[Array]:
     """Sums powers, and adds small leaves of a group with equal shapes before they are reduced.
 
-    The first of these leaves gets the sum of all of them, and the others get 0. This takes 2
-    kernels for 16 leaves instead of 16.
+    The result of the first of these leaves is the total, and the remaining results are 0. For 16
+    leaves, this requires 2 kernels instead of 16.
     """
     batches = collections.defaultdict[Any, list[int]](list)
     for i, x in enumerate(leaves):
@@ -138,15 +133,16 @@ def _sum_on_gpu(
     return sums
 
 
-# Jitted to share a trace between leaves with equal shapes and dtypes.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _sum_powers_on_gpu(
     leaves: tuple[Array, ...], axes: tuple[int, ...], norm: Norm, in_one_piece: bool
 ) -> Array:
     """Sums the powers of all elements of leaves with equal shapes and dtypes."""
     dtype = leaves[0].dtype
-    # `abs` does not change powers. Without it, XLA stores more intermediate results (as of JAX
-    # 0.10.2, on an H100, 256 per-example gradients: 31.8 reads and writes instead of 29.6).
+    # `abs` does not change powers. Without it, XLA stores more intermediate results. For example,
+    # 256 per-example gradients on an H100 use 31.8 reads and writes instead of 29.6 (as of JAX
+    # 0.10.2).
     wide = (
         jnp.abs(leaf).astype(jnp.float64)
         if dtype == jnp.float32
@@ -176,9 +172,9 @@ def _fold_rows(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
     ):
         return x
     first = last
-    # Adjacent axes count as one, because convolutions have few channels: AGC of a ResNet-50 moves
-    # 2.28 times the size of the gradients, and 2.46 times with the last axis alone. If one of these
-    # axes may be sharded, the shards would have to be gathered.
+    # Adjacent axes count as one axis, because convolutions have few channels. AGC of a ResNet-50
+    # moves 2.28 times the size of the gradients, and 2.46 times if it only uses the last axis. If
+    # one of these axes may be sharded, the shards would have to be gathered.
     while in_one_piece and first - 1 in axes:
         first -= 1
     front, count = x.shape[:first], math.prod(x.shape[first : last + 1])
@@ -188,13 +184,16 @@ def _fold_rows(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
     size = max((n for n in range(least, 257) if count % (multiple * n) == 0), default=1)
     if size == 1:
         return x
-    rows = x.reshape((*front, count // size, size, *columns))
+    rows = x.reshape((*front, count // size, size, *columns))  # [*front, sums, size, *columns]
     partial_sums = lax.reduce_sum(rows, [first + 1])  # [*front, count // size, *columns]
     shape = (*front, *(1,) * (last - first), count // size, *columns)
     return lax.optimization_barrier(partial_sums.reshape(shape))
 
 
-CPU_SUMS = Float64Sums(_sum_on_cpu, _sum_leading_axis_on_cpu)
+# The last element of a cumulative sum, because XLA on CPUs repeats a plain sum and its summands for
+# all uses of the result (as of JAX 0.10.2). With `jnp.sum`, clipping 200 leaves by their global
+# norm would take twice as long to compile.
+CPU_SUMS = Float64Sums(_sum_on_cpu, lambda x: lax.cumsum(x)[-1])
 GPU_SUMS = Float64Sums(_sum_on_gpu, functools.partial(lax.reduce_sum, axes=[0]))
 
 
@@ -205,19 +204,8 @@ def has_fast_float64() -> bool:
         gpu: Any = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
         return False
+    # Data center GPUs from P100 to B200. Consumer GPUs and the B300 are much slower in float64.
     return gpu.compute_capability in ("6.0", "7.0", "8.0", "9.0", "10.0")
-
-
-def divide_stacked_on_cpu(
-    dividends: Sequence[Array], divisors: Sequence[Array]
-) -> tuple[Array, ...]:
-    """Divides arrays with equal shapes in one division of stacked arrays.
-
-    Otherwise, the caller has to stack the quotients, and XLA on CPUs repeats that in the loops of
-    all leaves (as of JAX 0.10.2). Clipping 200 leaves by their own norms then has 10% more
-    instructions.
-    """
-    return tuple(meshes.stack(dividends) / meshes.stack(divisors))
 
 
 def force_row_major_on_cpu(leaves: list[Array]) -> list[Array]:
@@ -243,7 +231,7 @@ def scale_bfloat16_on_cpu(x: Array, power: Array, ratio: Array, *, strict: bool)
     product = lax.bitcast_convert_type(wide, jnp.float32) * power * ratio
     bits = lax.bitcast_convert_type(product, jnp.uint32)
     if not strict:
-        # Round to nearest, ties to even.
+        # Round to the nearest number, and ties to the even number.
         bits = bits + jnp.uint32(0x7FFF) + ((bits >> half) & jnp.uint32(1))
     # A NaN with payload bits only in the lower half would become infinity.
     bits = jnp.where(jnp.isnan(product), jnp.uint32(0x7FC00000), bits)

@@ -1,9 +1,9 @@
 """Infers how the leaves of an update are sharded, and reduces their norms over devices.
 
-The shardings are inferred once for an update, from the options `axis_name=` and `specs=` and from
-the types of the leaves. Inside `shard_map` and `pmap`, a leaf is the shard of a device. Devices
-write the sums of their shards to an array with elements for all groups, and these arrays are summed
-over the devices. Therefore, norms, thresholds, multipliers and records are equal on all devices.
+The shardings are inferred once per update, from the options `axis_name=` and `specs=` and from the
+types of the leaves. Inside `shard_map` and `pmap`, a leaf is the shard of a device. Devices write
+the sums of their shards to an array with elements for all groups, and these arrays are summed over
+the devices. Therefore, norms, thresholds, multipliers and records are equal on all devices.
 """
 
 import dataclasses
@@ -31,16 +31,15 @@ KeptAxes = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class LeafShardings:
-    """Leaves that are not sharded, and the interface of the other shardings.
+    """Leaves that are not sharded, and the interface of its subclasses for sharded leaves.
 
-    Instances are static, and part of the key of a compiled function. The subclasses are for the
-    situations in which leaves are sharded.
+    Instances are static and part of the cache key of compiled functions.
 
     Attributes:
       reduced_mesh_axes: For each leaf, the mapped axes that shard elements with a common norm.
       kept_mesh_axes: For each leaf, the mapped axes that shard the axes over which norms are not
         computed, in the order of these axes. A device only computes the norms of its shard.
-      is_unsharded: Whether neither types nor options indicate that a leaf is sharded.
+      is_unsharded: True if neither types nor options indicate that a leaf is sharded.
     """
 
     reduced_mesh_axes: tuple[Axes, ...]
@@ -52,16 +51,16 @@ class LeafShardings:
         """Returns the shardings of leaves with groups that are not sharded over mapped axes."""
         return cls((Axes(),) * len(leaves), ((),) * len(leaves), meshes.is_unsharded(leaves))
 
-    def with_whole_leaves(self) -> "LeafShardings":
-        """Returns the shardings for groups that contain all elements of a leaf."""
-        reduced = tuple(map(self.axes_of, range(len(self.reduced_mesh_axes))))
-        kept = ((),) * len(reduced)
-        return dataclasses.replace(self, reduced_mesh_axes=reduced, kept_mesh_axes=kept)
+    def with_trailing_axes(self, number: int, *, whole_leaves: bool) -> "LeafShardings":
+        """Returns the shardings for results with `number` more unsharded axes than the norms.
 
-    def with_trailing_axes(self, number: int) -> "LeafShardings":
-        """Returns the shardings for norms with additional unsharded axes at the end."""
-        kept = tuple((*axes, *[()] * number) for axes in self.kept_mesh_axes)
-        return dataclasses.replace(self, kept_mesh_axes=kept)
+        If `whole_leaves` is True, the groups must contain all elements of a leaf.
+        """
+        reduced, kept = self.reduced_mesh_axes, self.kept_mesh_axes
+        if whole_leaves:
+            reduced, kept = tuple(map(self.axes_of, range(len(reduced)))), ((),) * len(reduced)
+        kept = tuple((*axes, *[()] * number) for axes in kept)
+        return dataclasses.replace(self, reduced_mesh_axes=reduced, kept_mesh_axes=kept)
 
     @functools.cached_property
     def all_axes(self) -> Axes:
@@ -79,7 +78,7 @@ class LeafShardings:
     def map_shards(self, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Returns a function of leaves that calls `fn` with their shards, if these are known.
 
-        Otherwise, `fn` is called with the leaves. The results must be equal on all devices.
+        Otherwise, `fn` is called with the leaves. Its results must be equal on all devices.
         """
         return fn
 
@@ -88,10 +87,7 @@ class LeafShardings:
     ) -> Sequence[ScaledSums]:
         """Returns the contributions of this device to the sums or maxima over devices.
 
-        Args:
-          sums: The sums or maxima of the shards of the leaves.
-          shapes: The shapes of the sums of whole leaves.
-          use_max: Whether these are maxima.
+        `sums` are the sums or maxima of the shards, and `shapes` the shapes for whole leaves.
         """
         del shapes, use_max
         return sums
@@ -106,10 +102,7 @@ class LeafShardings:
     ) -> list[Array]:
         """Returns the slices of arrays `[..., *groups of a leaf]` for the shards of this device.
 
-        Args:
-          arrays: An array for each leaf.
-          leaves: The shards of the leaves.
-          axes: The axes that the groups of the leaves reduce.
+        There is one array per leaf, and `axes` are the axes that the norms of the leaves reduce.
         """
         del leaves, axes
         return list(arrays)
@@ -117,8 +110,8 @@ class LeafShardings:
     def replicate(self, x: Array) -> Array:
         """Replicates an array on all devices.
 
-        Otherwise, XLA shards the multipliers of all leaves like one leaf, and devices exchange
-        shards that others need (as of JAX 0.10.2). AGC on eight H100s then has 82 collective
+        Otherwise, XLA shards the multipliers of all leaves like one leaf, and devices have to
+        exchange shards (as of JAX 0.10.2). For example, AGC on eight H100s would use 82 collective
         permutes.
         """
         return x
@@ -134,14 +127,18 @@ class MappedShardings(LeafShardings):
         results = []
         for leaf, (arrays, shape) in enumerate(zip(sums, shapes, strict=True)):
             if any(self.kept_mesh_axes[leaf]):
-                arrays = tuple(self._pad(leaf, x, shape) for x in arrays)
+                # Sums are padded with 0 for the groups of other devices.
+                start = self._local_offset(leaf, arrays[0].shape)
+                arrays = tuple(
+                    lax.dynamic_update_slice(jnp.zeros(shape, x.dtype), x, start) for x in arrays
+                )
             replicated = self.all_axes - self.axes_of(leaf)
             replicas = 1 if use_max else meshes.axis_size(replicated)
             if replicas > 1 and jnp.issubdtype(arrays[0].dtype, jnp.inexact):
                 # All devices with the same shard contribute equally.
                 arrays = tuple(x / replicas for x in arrays)
             elif replicas > 1:
-                # Integers are not divided, so the first device contributes the sum.
+                # Integers cannot be divided exactly, so only the first replica contributes.
                 is_first = [lax.axis_index(axis) == 0 for axis in sorted(replicated)]
                 is_first = functools.reduce(operator.and_, is_first)
                 arrays = tuple(jnp.where(is_first, x, 0) for x in arrays)
@@ -152,10 +149,9 @@ class MappedShardings(LeafShardings):
         if not self.all_axes:
             return sums
         varying = self.all_axes & meshes.manual_axes()
+        # Stacked to use a single collective for all sums.
         stacked = meshes.stack([meshes.pvary(x, varying) for x in sums])  # [scales, groups]
-        reduce_fn = meshes.pmax if use_max else meshes.psum
-        # All sums are reduced in one collective.
-        totals = reduce_fn(stacked, self.all_axes)
+        totals = (meshes.pmax if use_max else meshes.psum)(stacked, self.all_axes)
         return [totals[k] for k in range(len(sums))]
 
     def local_slices(
@@ -173,15 +169,10 @@ class MappedShardings(LeafShardings):
                 results[leaf] = lax.dynamic_slice(x, start, front + shape)
         return results
 
-    def _pad(self, leaf: int, sums: Array, shape: tuple[int, ...]) -> Array:
-        """Pads the sums of this device's shard with 0 for the groups on other devices."""
-        start = self._local_offset(leaf, sums.shape)
-        return lax.dynamic_update_slice(jnp.zeros(shape, sums.dtype), sums, start)
-
     def _local_offset(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
         """Returns the position of this device's shard in the norms of a leaf."""
         pairs = zip(self.kept_mesh_axes[leaf], shape, strict=True)
-        # All positions are int32, because dtypes would be mixed with 64-bit types enabled.
+        # All positions are int32. Otherwise, dtypes would be mixed if 64-bit types are enabled.
         return [lax.axis_index(axes) * size if axes else np.int32(0) for axes, size in pairs]
 
 
@@ -198,12 +189,13 @@ class AutomaticShardings(MappedShardings):
     def local_sums(
         self, sums: Sequence[ScaledSums], shapes: Sequence[tuple[int, ...]], *, use_max: bool
     ) -> Sequence[ScaledSums]:
-        # All sums of a leaf are replicated in one operation. Otherwise, they are sharded like it.
+        # All sums of a leaf are replicated in one operation. Otherwise, the compiler would shard
+        # them like the leaf.
         sums = [tuple(self.replicate(meshes.stack(x))) if x[0].ndim else x for x in sums]
         return super().local_sums(sums, shapes, use_max=use_max)
 
     def replicate(self, x: Array) -> Array:
-        return meshes.constrain_replicated(x, self.mesh)
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +219,7 @@ class MeshShardings(MappedShardings):
         )
 
     def replicate(self, x: Array) -> Array:
-        return meshes.constrain_replicated(x, self.mesh)
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +231,8 @@ class ExplicitShardings(MeshShardings):
     """
 
     def map_shards(self, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        # Types do not contain automatic axes, over which the compiler may also shard leaves.
-        # Without axis names, all axes of the mesh become manual.
+        # The compiler may also shard leaves over automatic axes, which types do not contain.
+        # Therefore, only the axes in the specs become manual. By default, all axes would.
         is_mixed = AxisType.Auto in self.mesh.axis_types
         return jax.shard_map(
             fn,
@@ -251,7 +243,9 @@ class ExplicitShardings(MeshShardings):
         )
 
     def replicate(self, x: Array) -> Array:
-        return meshes.constrain_replicated(x, meshes.current_mesh())
+        return lax.with_sharding_constraint(
+            x, NamedSharding(meshes.current_mesh(), PartitionSpec())
+        )
 
 
 class ShardingHints(NamedTuple):
@@ -262,7 +256,7 @@ class ShardingHints(NamedTuple):
 
 
 def apply_scope(scope: Scope, flat: FlatTree, sharding_hints: ShardingHints) -> Grouping:
-    """Returns the groups of a scope, for a tree with leaves that may be shards."""
+    """Returns the groups of a scope, for a tree whose leaves can be shards."""
     axis_names, specs = sharding_hints
     if meshes.manual_axes() or axis_names:
         leaf_specs = None if specs is None else _resolve_specs(flat, specs)[1]
@@ -284,7 +278,7 @@ def _global_shapes(
     """Returns the shapes of whole leaves, with None for unknown shapes."""
     manual, tracked = meshes.manual_axes(), meshes.has_vma_tracking()
     if specs is None:
-        # A leaf that does not vary is replicated.
+        # If types contain all mapped axes, a leaf that does not vary is replicated.
         is_known = tracked and names <= manual
         return [np.shape(x) if is_known and not meshes.varying_axes(x) else None for x in leaves]
     shapes = []
@@ -314,8 +308,8 @@ def infer_shardings(
         mesh = given_mesh
         if given_specs and mesh is None:
             raise ValueError(
-                "specs must contain NamedShardings if no mesh is set, got PartitionSpecs; pass "
-                "NamedShardings, or use jax.set_mesh"
+                "specs must contain NamedShardings if no mesh is set, got PartitionSpecs; use "
+                "NamedShardings or jax.set_mesh"
             )
         if given_specs is None and explicit_mesh is not None:
             leaf_specs = list(map(meshes.spec_of, leaves))
@@ -323,7 +317,7 @@ def infer_shardings(
             # XLA does not support a sum over an axis with one device under `vmap` over another axis
             # (as of JAX 0.10.2).
             mesh = explicit_mesh if any(explicit_mesh.shape[x] > 1 for x in spec_axes) else None
-    # Choose the class of the situation once.
+    # The rest of a step does not distinguish these situations.
     rows = zip(leaves, grouping.axes, leaf_specs or [None] * len(leaves), strict=True)
     create: Callable[..., LeafShardings]
     if meshes.manual_axes():
@@ -357,13 +351,13 @@ def _infer_mapped_axes(
     manual, names = meshes.manual_axes(), Axes(axis_names or ())
     unsharded = ((),) * (np.ndim(leaf) - len(over))
     if not meshes.has_vma_tracking():
-        # Types do not contain the sharding, so options have to.
+        # Types do not contain the sharding, so one of the options is required.
         if spec is None and axis_names is None:
             raise ValueError(
                 "specs or axis_name must be set inside pmap or shard_map(check_vma=False), got "
-                f"None for devices along {sorted(manual)}; pass specs=PartitionSpec() for "
-                "replicated gradients (after pmean), axis_name= if these axes shard all leaves, or "
-                "specs= (a pytree of PartitionSpec)"
+                f"None for devices along {sorted(manual)}; use specs=PartitionSpec() for "
+                "replicated gradients (after pmean), axis_name= if these axes shard all leaves or "
+                "specs= with a pytree of PartitionSpec"
             )
         if spec is None:
             return names, unsharded
@@ -372,10 +366,10 @@ def _infer_mapped_axes(
     if names - manual:
         raise ValueError(
             f"axis_name must name axes among {sorted(manual)} inside shard_map(check_vma=True), "
-            f"got {sorted(names - manual)}; clip outside the vmap, or pass check_vma=False and "
-            "name all axes"
+            f"got {sorted(names - manual)}; clip outside the vmap or use check_vma=False and name "
+            "all axes"
         )
-    # The type contains the axes, but not the dimensions of the leaf that they shard.
+    # The type contains the mesh axes, but not the axes of the leaf that they shard.
     varying = meshes.varying_axes(leaf)
     if axis_names is not None:
         # Along other axes, devices have independent gradients, as in local SGD.
@@ -385,16 +379,15 @@ def _infer_mapped_axes(
             return varying, unsharded
         raise ValueError(
             "specs must name the sharded axes of a leaf with several norms, got None for type "
-            f"{jax.typeof(leaf)}, which varies over {sorted(varying)}; pass specs= (a pytree of "
-            "PartitionSpec)"
+            f"{jax.typeof(leaf)} that varies over {sorted(varying)}; use a pytree of PartitionSpec"
         )
     reduced, kept = meshes.select_spec_axes(leaf, over, spec, varying)
     unknown = varying - reduced - meshes.union_axes(kept)
     if unknown:
         raise ValueError(
             f"specs must name all axes over which a leaf varies, got {spec} for type "
-            f"{jax.typeof(leaf)}, which also varies over {sorted(unknown)}; sum the leaf over "
-            "these axes, correct the spec, or name only axes with shards in axis_name"
+            f"{jax.typeof(leaf)} that also varies over {sorted(unknown)}; correct the spec, sum "
+            "the leaf over these axes or name only axes with shards in axis_name"
         )
     return reduced, kept
 
@@ -409,19 +402,19 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
         if len(spec) > np.ndim(leaf):
             raise ValueError(
                 f"specs must have at most one entry per axis, got {spec} for a leaf of shape "
-                f"{np.shape(leaf)}; remove entries"
+                f"{np.shape(leaf)}"
             )
         if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
             raise ValueError(
                 f"specs must name the mesh axes that shard a leaf, got UNCONSTRAINED in {spec}; "
-                "use the names of the axes, or None"
+                "use the names of the axes or None"
             )
         mesh_axes = () if mesh is None else mesh.axis_names
         unknown = frozenset() if mesh is None else meshes.axes_of(spec) - {*mesh_axes}
         if unknown:
             raise ValueError(
                 f"specs must name axes of the mesh among {list(mesh_axes)}, got "
-                f"{sorted(unknown)} in {spec}; use the names of its axes"
+                f"{sorted(unknown)} in {spec}"
             )
     return mesh, leaf_specs
 
@@ -434,11 +427,8 @@ def check_examples_unsharded(
     Args:
       flat: The leaves.
       specs: The option `specs=`.
-      of_examples: Whether the leaves have a leading example axis, which may be sharded.
+      of_examples: If True, the leaves have a leading example axis, which can be sharded.
       remedy: The end of the message.
-
-    Raises:
-      ValueError: If a leaf is sharded, or types and specs do not determine this.
     """
     leaves, manual = flat.inexact_leaves(), meshes.manual_axes()
     is_tracked = meshes.has_vma_tracking()
@@ -447,7 +437,7 @@ def check_examples_unsharded(
     if specs is None and not is_tracked:
         raise ValueError(
             "specs must be set inside pmap or shard_map(check_vma=False), got None for devices "
-            f"along {sorted(manual)}, which may have shards of an example's gradient; {remedy}"
+            f"along {sorted(manual)} that may have shards of the gradient of an example; {remedy}"
         )
     leaf_specs = (
         [PartitionSpec()] * len(leaves) if specs is None else _resolve_specs(flat, specs)[1]

@@ -1,9 +1,9 @@
-"""Reads meshes, mesh axes and shardings from JAX's types. No other package does this.
+"""Reads meshes, mesh axes and shardings from JAX's types, which no other package does.
 
-Inside `shard_map`, some axes of the mesh are manual, and an array is the shard of a device. With
-`check_vma=True`, JAX tracks the manual axes over which an array varies in its type. With
-`check_vma=False` and inside `pmap`, it does not. Outside `shard_map`, types contain the sharding
-over an explicit mesh.
+Inside `shard_map`, some axes of the mesh are manual, and an array is the shard of a device. If
+`check_vma=True` is used, the types of arrays contain the manual axes over which they vary. Inside
+`pmap` and `shard_map(check_vma=False)`, they do not. Outside `shard_map`, types contain the
+sharding over an explicit mesh.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ except ImportError:  # removed in JAX 0.11
     shard_alike = None
 
 Axes = frozenset[str]
+"""Names of mesh axes."""
 
 
 def union_axes(sets: Iterable[Iterable[str]]) -> Axes:
@@ -47,7 +48,7 @@ def varying_axes(x: Any) -> Axes:
 
 
 def tree_varying_axes(tree: PyTree) -> Axes:
-    """Returns the manual axes over which a leaf varies according to its type."""
+    """Returns the manual axes over which a leaf of a tree varies according to its type."""
     return union_axes(map(varying_axes, jax.tree.leaves(tree)))
 
 
@@ -55,6 +56,7 @@ def collective_primitives(program: Any) -> frozenset[str]:
     """Returns the names of the operations in a program that communicate over manual axes."""
     primitives = frozenset[str]()
     for eqn in program.eqns:
+        # Collectives name their axes in one of two parameters (as of JAX 0.10.2).
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = frozenset(axes if isinstance(axes, tuple) else (axes,))
         if names & manual_axes() and eqn.primitive.name not in ("axis_index", "pvary", "pcast"):
@@ -67,20 +69,15 @@ def collective_primitives(program: Any) -> frozenset[str]:
 def check_replicated_scalar(x: Any, axis_names: Iterable[str] | None, what: str) -> None:
     """Checks that a number does not vary over the devices that share a norm.
 
-    Args:
-      x: The number.
-      axis_names: The mapped axes along which devices share a norm. If None, all manual axes.
-      what: The name of the number in the message.
-
-    Raises:
-      ValueError: If the type of the number varies over one of these axes.
+    These are the devices along `axis_names`, or along all manual axes by default. `what` is the
+    name of the number in the message.
     """
     shared = manual_axes() if axis_names is None else frozenset(axis_names)
     varying = sorted(varying_axes(x) & shared)
     if varying:
         raise ValueError(
             f"{what} must be equal on all devices that share a norm, got a value that varies over "
-            f"{varying}; pass lax.pmean({what}, {varying}), or exclude axes with independent "
+            f"{varying}; use lax.pmean({what}, {varying}) or exclude axes with independent "
             "gradients from axis_name"
         )
 
@@ -94,18 +91,18 @@ def _jaxpr_tracer_type() -> type:
 
 
 def is_being_staged(traced: Sequence[Any]) -> bool:
-    """Returns `True` if there are traced arrays, and all are staged, for example by `jit`."""
+    """Returns `True` if there are traced arrays and all are staged, for example by `jit`."""
     return bool(traced) and all(isinstance(x, _jaxpr_tracer_type()) for x in traced)
 
 
 def unique_avals(arrays: PyTree) -> list[Any]:
     """Returns the distinct types of arrays."""
-    # Callers reuse the types, because `jax.typeof` is slow.
+    # Callers should use the types several times, because `jax.typeof` is slow.
     return list(dict.fromkeys(map(jax.typeof, jax.tree.leaves(arrays))))
 
 
 def check_not_unreduced(types: Iterable[Any]) -> None:
-    """Checks that no type is that of a partial sum, which has no norm before it is reduced."""
+    """Checks that no type is that of a partial sum, which must be reduced before it has a norm."""
     for aval in types:
         spec = getattr(getattr(aval, "sharding", None), "spec", None)
         kinds = (aval.manual_axis_type, spec)
@@ -113,15 +110,14 @@ def check_not_unreduced(types: Iterable[Any]) -> None:
         if unreduced:
             raise ValueError(
                 "leaves must be reduced before clipping, got a partial sum over "
-                f"{sorted(unreduced)} of type {aval}; sum it over these axes with jax.lax.psum, or "
-                "reshard it with jax.reshard"
+                f"{sorted(unreduced)} of type {aval}; sum it with jax.lax.psum or use jax.reshard"
             )
 
 
 def shard_like(x: Array, like: Array) -> Array:
     """Makes the compiler shard `x` like another array.
 
-    If types or the user determine the shardings, `x` is returned unchanged.
+    If `like` is sharded by types or manual axes, `x` is returned unchanged.
     """
     sharding = getattr(jax.typeof(like), "sharding", None)
     types = () if sharding is None else sharding.mesh.axis_types
@@ -129,14 +125,16 @@ def shard_like(x: Array, like: Array) -> Array:
         return x
     if shard_alike is not None:
         return shard_alike(like, x)[1]
-    # `x` is always selected. The barrier hides this from the compiler, so it shards both equally.
+    # `x` is always selected. However, the barrier hides this from the compiler, so it has to shard
+    # both arrays equally.
     never = lax.optimization_barrier(jnp.zeros((), bool))
     return lax.select(never, like.astype(x.dtype), x)
 
 
 def has_vma_tracking() -> bool:
-    """Returns `True` if there are manual axes, and types track the values that vary over them."""
+    """Returns `True` if there are manual axes and types contain those over which arrays vary."""
     axes = manual_axes()
+    # JAX has no public function for this (as of JAX 0.10.2).
     return bool(axes) and varying_axes(pvary(jnp.zeros(()), axes)) == axes
 
 
@@ -147,10 +145,10 @@ def pvary(x: Array, axes: Axes) -> Array:
 
 
 def pvary_like(batch: PyTree, tree: PyTree) -> PyTree:
-    """Marks a tree as varying over the same manual axes as the batch in its types.
+    """Marks a tree in its types as varying over the manual axes of a batch.
 
-    Otherwise, JAX sums gradients with respect to replicated parameters over the devices, so
-    examples are summed before they are clipped.
+    Otherwise, JAX would sum gradients with respect to replicated parameters over the devices, and
+    examples would be summed before they are clipped.
     """
     axes = tree_varying_axes(batch)
     return jax.tree.map(lambda x: pvary(jnp.asarray(x), axes), tree) if axes else tree
@@ -163,8 +161,8 @@ def check_axis_names_bound(axis_names: Iterable[str]) -> None:
             lax.axis_size(name)
         except NameError:
             raise ValueError(
-                f"axis_name must be a mapped axis, got {name!r}; call the function inside pmap, "
-                "shard_map or vmap(axis_name=...), or omit axis_name"
+                f"axis_name must be a mapped axis, got {name!r}; use pmap, shard_map or "
+                "vmap(axis_name=...) around the call, or omit axis_name"
             ) from None
 
 
@@ -180,9 +178,9 @@ def psum(x: Array, axes: Axes) -> Array:
 
 @custom_jvp(nondiff_argnums=(1,))
 def pmax(x: Array, axes: Axes) -> Array:
-    """Computes the maximum over the devices along axes, of arrays without NaN.
+    """Computes the maximum over the devices along axes, for arrays without NaN.
 
-    `lax.pmax` does not propagate NaN on CPUs (as of JAX 0.10.2).
+    Note that `lax.pmax` does not propagate NaN on CPUs (as of JAX 0.10.2).
     """
     return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
@@ -206,7 +204,7 @@ def explicit_sharding(aval: Any) -> tuple[Any, PartitionSpec] | None:
 
 
 def is_unsharded(arrays: PyTree) -> bool:
-    """Returns `True` if the types of arrays rule out that they are sharded."""
+    """Returns `True` if the types of arrays exclude that they are sharded."""
     types = unique_avals(arrays)
     return not (
         manual_axes() or find_mesh(AxisType.Auto, types) or any(map(explicit_sharding, types))
@@ -216,7 +214,7 @@ def is_unsharded(arrays: PyTree) -> bool:
 def find_mesh(kind: AxisType, types: Iterable[Any]) -> Any:
     """Returns the first mesh in these types that has axes of a kind, or None.
 
-    On a mesh with automatic axes, the compiler shards arrays.
+    For example, the compiler can shard arrays on a mesh with automatic axes.
     """
     for aval in types:
         sharding = getattr(aval, "sharding", None)
@@ -235,7 +233,7 @@ def explicit_mesh(types: Iterable[Any]) -> Any:
 def replicate(x: Any) -> Any:
     """Replicates an array on the explicit mesh in its type.
 
-    JAX can neither sort an array along a sharded axis, nor write a row into it (as of JAX 0.10.2).
+    JAX can neither sort an array along a sharded axis nor write a row into it (as of JAX 0.10.2).
     """
     sharding = explicit_sharding(jax.typeof(x))
     if sharding is None:
@@ -256,13 +254,13 @@ def use_operand_mesh(types: Iterable[Any]) -> contextlib.AbstractContextManager[
 def place_on_mesh_of(tree: PyTree, like: PyTree) -> PyTree:
     """Marks the arrays of a tree as replicated on the explicit mesh of traced arrays.
 
-    Otherwise, under `vmap` over an axis of the mesh, JAX can neither combine mapped and unmapped
-    arrays, nor use an unmapped array as the first carry of a `scan` (as of JAX 0.10.2). In eager
+    Otherwise, JAX can neither combine mapped and unmapped arrays under `vmap` over an axis of the
+    mesh, nor use an unmapped array as the first carry of a `scan` (as of JAX 0.10.2). In eager
     mode, the tree is returned unchanged.
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(like))
     mesh = find_mesh(AxisType.Explicit, unique_avals(like)) if is_traced else None
-    return tree if mesh is None else jax.tree.map(lambda x: _place_on_mesh(x, mesh), tree)
+    return tree if mesh is None else jax.tree.map(lambda x: place_on_mesh(x, mesh), tree)
 
 
 def retyped_like(like: PyTree, tree: PyTree) -> PyTree:
@@ -277,21 +275,15 @@ def retyped_like(like: PyTree, tree: PyTree) -> PyTree:
     return jax.tree.map(reshard_leaf, like, tree)
 
 
-def place_on_current_mesh(x: Array) -> Array:
-    """Marks a traced array as replicated on the current explicit mesh in its type."""
-    mesh = current_mesh()
-    is_explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-    return _place_on_mesh(x, mesh) if is_explicit and isinstance(x, Tracer) else x
-
-
-def _place_on_mesh(x: Any, mesh: Any) -> Any:
+def place_on_mesh(x: Any, mesh: Any) -> Any:
+    """Marks an array without a mesh as replicated on an explicit mesh."""
     if not isinstance(x, Array) or not jax.typeof(x).sharding.mesh.empty:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def zeros_like_aval(aval: Any, leading_axes: Sequence[int] = ()) -> Array:
-    """Returns zeros with a type's shape, dtype and explicit sharding, after some leading axes."""
+    """Returns zeros with the shape, dtype and explicit sharding of a type, after leading axes."""
     zeros = jnp.zeros((*leading_axes, *aval.shape), aval.dtype)
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -300,7 +292,7 @@ def zeros_like_aval(aval: Any, leading_axes: Sequence[int] = ()) -> Array:
     return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
 
 
-# Jitted to share a trace between the sums at all scales.
+# Jitted to share one trace between the sums at all scales.
 @functools.partial(jax.jit, static_argnames="axis")
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     """Stacks arrays with equal shapes along a new axis."""
@@ -315,12 +307,12 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
 def reuse_buffers(old: PyTree, new: PyTree) -> PyTree:
     """Returns `new`, and lets `jit` store its leaves in the donated buffers of `old`.
 
-    `jit` drops arguments that are not read. Therefore, a state that is only written would move to
-    another buffer at each step, and XLA on GPUs then prepares all kernels that use it again (as of
-    JAX 0.11.2). On an H100, in AdamW's step with 50 million elements, clipping by the global norm
-    would add 0.9 ms instead of 0.4 ms. XLA removes the selection between both.
+    `jit` drops arguments that are not used. Therefore, a state that is only written would move to
+    another buffer in all steps, and XLA on GPUs would then prepare all kernels that use it again
+    (as of JAX 0.11.2). For example, in a step of AdamW with 50 million elements on an H100,
+    clipping by the global norm would add 0.9 ms instead of 0.4 ms. XLA removes the selection.
     """
-    # The structure is that of `new`, because the old state may have lost its names.
+    # Uses the structure of `new`, because the old state may have lost its names.
     return jax.tree.map(
         lambda x, y: lax.select(np.True_, x, y) if isinstance(y, Tracer) else x, new, old
     )
@@ -329,7 +321,8 @@ def reuse_buffers(old: PyTree, new: PyTree) -> PyTree:
 def use_auto_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
     """Makes the explicit axes of the mesh automatic in `fn`, so the compiler shards arrays.
 
-    Manual axes stay manual. `out_specs` is a pytree prefix of the results with `PartitionSpec`s.
+    Manual axes remain manual. `out_specs` must be a pytree prefix of the results with
+    `PartitionSpec`s.
     """
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -361,7 +354,7 @@ def axes_of(spec: PartitionSpec) -> Axes:
 def select_spec_axes(
     leaf: Any, over: tuple[int, ...], spec: PartitionSpec | None, mapped: Axes
 ) -> tuple[Axes, tuple[tuple[str, ...], ...]]:
-    """Returns the mapped axes in a spec that shard the reduced axes, and the other axes."""
+    """Returns the mapped axes in a spec that shard reduced axes, and those that shard kept axes."""
     entries = [tuple(x for x in names if x in mapped) for names in spec_entries(spec, leaf)]
     reduced = union_axes(names for axis, names in enumerate(entries) if axis in over)
     return reduced, tuple(names for axis, names in enumerate(entries) if axis not in over)
@@ -370,6 +363,7 @@ def select_spec_axes(
 def spec_entries(spec: PartitionSpec | None, leaf: Any) -> list[tuple[str, ...]]:
     """Returns the mesh axes that shard the axes of a leaf."""
     entries = tuple(spec or ())
+    # Axes at the end may be omitted from a spec.
     return list(map(spec_names, entries + (None,) * (np.ndim(leaf) - len(entries))))
 
 
@@ -377,8 +371,8 @@ def as_spec(spec: Any) -> PartitionSpec:
     """Returns the spec of a `NamedSharding`. A `PartitionSpec` is returned unchanged."""
     if not isinstance(spec, (PartitionSpec, NamedSharding)):
         raise TypeError(
-            f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}; wrap tuples "
-            "in PartitionSpec"
+            f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}; use "
+            "PartitionSpec instead of tuples"
         )
     return spec.spec if isinstance(spec, NamedSharding) else spec
 
@@ -386,12 +380,9 @@ def as_spec(spec: Any) -> PartitionSpec:
 def select_spec_entries(
     spec: PartitionSpec | NamedSharding, axes: Sequence[int], rank: int
 ) -> PartitionSpec | NamedSharding:
-    """Returns the spec of an array with some axes of an array, in this order.
+    """Selects the entries of a spec for some axes, given as non-negative numbers, in this order.
 
-    Args:
-      spec: The spec or sharding of an array.
-      axes: Non-negative axes of this array.
-      rank: The number of axes of this array.
+    The spec or sharding is that of an array with `rank` axes.
     """
     entries = [*as_spec(spec), *[None] * rank]
     selected = PartitionSpec(*(entries[axis] for axis in axes))
@@ -402,11 +393,6 @@ def current_mesh() -> Any:
     """Returns the current mesh, for example that of a surrounding `shard_map`, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
-
-
-def constrain_replicated(x: Array, mesh: Any) -> Array:
-    """Makes the compiler replicate `x` on all devices of a mesh."""
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
 class ExampleSpecs(NamedTuple):
@@ -426,13 +412,8 @@ class ExampleSpecs(NamedTuple):
 def example_out_specs(examples: PyTree, params: Sequence[Any] | None = None) -> ExampleSpecs:
     """Returns the specs of sums sharded like the parameters, and norms sharded like the examples.
 
-    Args:
-      examples: Arrays with a leading example axis.
-      params: The parameters. If None, the examples are per-example gradients, and sums over them
-        are sharded like a single example.
-
-    Returns:
-      The specs.
+    The examples must have a leading example axis. If there are no parameters, the examples must be
+    per-example gradients, and sums over them are sharded like a single example.
     """
     specs = list(map(spec_of, jax.tree.leaves(examples)))
     first = next((spec[0] for spec in specs if len(spec) and spec[0] is not None), None)

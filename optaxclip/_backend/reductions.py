@@ -34,14 +34,9 @@ def dispatch_reduction(
 ) -> Callable[[list[Array]], Any]:
     """Selects between a sum in float64 and sums at several scales, depending on the platform.
 
-    Args:
-      in_float64: A function of leaves, used where a sum in float64 is faster. It is called with
-        64-bit types enabled, and with the `kernels.Float64Sums` of the platform as `platform`.
-      at_scales: A function of leaves that computes `compute_scaled_sums`.
-      whole: Whether `is_full_local_reduction` holds for the leaves.
-
-    Returns:
-      A function of leaves.
+    Both are functions of leaves. On platforms on which a sum in float64 is faster, `in_float64` is
+    called with 64-bit types enabled and with `platform`, the `kernels.Float64Sums` of the platform.
+    The argument `whole` must be the result of `is_full_local_reduction` for the leaves.
     """
     on_cpu, on_gpu = (
         jax.enable_x64(True)(functools.partial(in_float64, platform=sums))
@@ -70,7 +65,7 @@ def overflow_bound(dtype: jax.typing.DTypeLike) -> float:
 
     At that scale, larger products exceed `underflow_bound`, and neither factor underflows.
     """
-    # Multiply twice, because the square of the step overflows a Python float for float64.
+    # Multiplied twice, because the square of the step overflows a Python float for float64.
     in_range = underflow_bound(dtype) * scale_step(dtype) * scale_step(dtype)
     return max(in_range, float(jnp.finfo(dtype).max) / MAX_NUM_ELEMENTS)
 
@@ -78,8 +73,8 @@ def overflow_bound(dtype: jax.typing.DTypeLike) -> float:
 def prescale_factors(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
     """Returns the powers of two that elements are multiplied by before the norm is applied.
 
-    The first scale is 1, the second prevents overflow of sums, and the third prevents underflow of
-    squares. Counts of elements (degree 0) only use the scale 1.
+    The first scale is 1, the second one prevents overflow of sums, and the third one prevents
+    underflow of squares. Note that counts of elements (degree 0) only use the scale 1.
     """
     up = scale_step(dtype)
     by_degree: dict[float, tuple[float, ...]] = {0: (1.0,), 1: (1.0, 1 / up), 2: (1.0, 1 / up, up)}
@@ -94,7 +89,7 @@ def is_full_local_reduction(
     return reduces_all and (in_one_piece or bool(meshes.manual_axes()))
 
 
-# Jitted to share a trace between leaves with equal shapes and dtypes.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype", "in_one_piece"))
 def compute_scaled_sums(
     leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
@@ -133,24 +128,18 @@ def _add(left: ScaledSums, right: ScaledSums) -> ScaledSums:
     return tuple(map(operator.add, left, right))
 
 
-# Jitted to share a trace between leaves with equal shapes and dtypes.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "in_one_piece"))
 def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: bool) -> ScaledSums:
     """Sums the products `x * y` and the squares of `y`.
 
-    The result contains both sums for the first scale, followed by those for the other scales. All
-    of them are computed in one reduction. With two reductions, XLA on GPUs (as of JAX 0.10.2) would
-    fuse the one over the parameters with AdamW's step, and copy the parameters first. On CPUs,
-    where such a reduction is slow, the sums are computed separately in float64.
+    The result contains both sums for the first scale, followed by the sums for the remaining
+    scales. All of them are computed in one reduction. If there were two reductions, XLA on GPUs
+    would fuse the reduction over the parameters with AdamW's step and copy the parameters first (as
+    of JAX 0.10.2). However, such a reduction is slow on CPUs, which use separate sums in float64.
 
-    Args:
-      x: The elements, in the dtype of the norms. Complex elements count as pairs of real elements.
-      y: The elements of the second array, with the same shape.
-      axes: The axes to sum over.
-      in_one_piece: Whether both arrays are known not to be sharded.
-
-    Returns:
-      The sums at all scales.
+    Both arrays must have the same shape and the dtype of the norms. Complex elements count as pairs
+    of real elements. Use `in_one_piece` if both arrays are known not to be sharded.
     """
     dtype = jnp.finfo(x.dtype).dtype
     whole = is_full_local_reduction([x], [axes], in_one_piece=in_one_piece)
@@ -166,7 +155,7 @@ def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: boo
         u, v = lax.optimization_barrier((x, y)) if separate_cast else (x, y)
         with jax.enable_x64(True):
             y, u, v = (cast_elements(array, jnp.float64) for array in (y, u, v))
-            # One scale is enough in float64, and the sums at the others follow from it.
+            # One scale is enough in float64. The sums at all scales are computed from it.
             totals = _reduce((_multiply(u, v, lax.mul), l2.map(y)), axes, is_fused=False)
             factors = prescale_factors(l2, dtype)
             scaled = [total * factor**2 for factor in factors for total in totals]
@@ -184,22 +173,22 @@ def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: boo
 
 def _multiply(x: Array, y: Array, multiply_real: Callable[[Array, Array], Array]) -> Array:
     """Multiplies elements, and adds the products of both parts for complex elements."""
-    # If one leaf is real and the other one complex, only the real parts are multiplied.
+    # If only one of the leaves is complex, only the real parts are multiplied.
     return functools.reduce(lax.add, map(multiply_real, split_complex(x), split_complex(y)))
 
 
 def _multiply_bounded(x: Array, y: Array) -> Array:
     """Multiplies elements, and replaces products that are too large for this scale by 0.
 
-    Infinite products with different signs would sum to NaN. If such products occur, the sum at the
-    scale for large numbers is used instead, at which they are finite.
+    Otherwise, infinite products with different signs would sum to NaN. If a product is too large,
+    the sum at the scale for large numbers is used, at which all products are finite.
     """
     product = lax.mul(clamp_to_finite(x), clamp_to_finite(y))
     is_in_range = lax.le(lax.abs(product), x.dtype.type(2 * overflow_bound(x.dtype)))
     return select(is_in_range, product, 0)
 
 
-# Jitted to share a trace between leaves with equal shapes and dtypes.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("by", "axes", "dtype"))
 def max_abs_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """Returns the bits of the largest absolute value, multiplied by `by`, as an integer.

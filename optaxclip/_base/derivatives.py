@@ -14,11 +14,11 @@ def custom_jvp(
     """Decorates a function like `jax.custom_jvp`, with a rule that is valid inside loops.
 
     When JAX differentiates a `scan` in reverse mode, it moves the operations that are equal in all
-    steps out of the loop. In the rest, it replaces `jax.custom_jvp` functions by the operations
-    inside them (as of JAX 0.10.2). A second derivative then differentiates these operations, which
-    is wrong if the rule is needed, and often 0. JAX does not replace functions inside
-    `jax.checkpoint`. With a policy that saves all values, nothing is recomputed, and the compiled
-    program is the same.
+    steps out of the loop. It then replaces the remaining `jax.custom_jvp` functions by their
+    operations (as of JAX 0.10.2). A second derivative therefore differentiates these operations
+    without the rule, and the result can be wrong and is often 0. However, JAX does not replace
+    functions inside `jax.checkpoint`. A policy that saves all values recomputes nothing and does
+    not change the compiled program.
 
     Note that a rule must call the decorated function.
     """

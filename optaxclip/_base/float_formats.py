@@ -1,8 +1,7 @@
 """Ranges of number formats, and the bin edges of histograms of absolute values.
 
-Rounding to nearest rounds half the smallest number of a format to 0, and larger numbers up. The
-bins of a histogram are therefore half-open: they exclude their lower power of two and include the
-upper one.
+Half the smallest number of a format is rounded to 0, and larger numbers are rounded up. Therefore,
+the bins of a histogram are half-open intervals that include their upper power of two.
 """
 
 import functools
@@ -15,14 +14,14 @@ import numpy as np
 
 
 class BinEdge(NamedTuple):
-    """An absolute value; if `inclusive`, elements with this value are above the edge."""
+    """An absolute value. If `inclusive`, elements with this value are above the edge."""
 
     value: float
     inclusive: bool = False
 
 
-# Literal numbers, because later versions of JAX may add formats, and shapes of states must not
-# change.
+# Literal numbers, because later versions of JAX may add formats. However, the shapes of states must
+# not change.
 OVERFLOW_EDGES = (
     BinEdge(7.0, inclusive=True),  # float4_e2m1fn
     BinEdge(7.75, inclusive=True),  # float6_e2m3fn
@@ -36,7 +35,7 @@ OVERFLOW_EDGES = (
     BinEdge(2.0**128 - 2.0**119, inclusive=True),  # bfloat16
     BinEdge(2.0**128 - 2.0**103, inclusive=True),  # float32
 )
-"""The absolute values that are too large for number formats; float64 has no such value."""
+"""The absolute values at which number formats overflow, except for float64."""
 
 INFINITE, NAN = BinEdge(float("inf"), inclusive=True), BinEdge(float("inf"))
 ZERO_EDGE = BinEdge(0.0)
@@ -51,7 +50,7 @@ def exponents(*, is_float64: bool) -> range:
 def bin_edges(*, is_float64: bool) -> tuple[BinEdge, ...]:
     """Returns the sorted bin edges for float32 or float64."""
     powers = (BinEdge(2.0**k) for k in exponents(is_float64=is_float64))
-    # No finite float32 is too large for float32.
+    # The last edge is not needed for float32, because no finite float32 is too large for it.
     overflow_edges = OVERFLOW_EDGES if is_float64 else OVERFLOW_EDGES[:-1]
     edges = (ZERO_EDGE, *powers, *overflow_edges, INFINITE, NAN)
     return tuple(sorted(edges, key=lambda x: (x.value, not x.inclusive)))
@@ -79,18 +78,18 @@ def checked_format(dtype: Any) -> jnp.dtype:
         number_format = None
     if number_format is None:
         raise TypeError(
-            f"dtype must be a number format, such as jnp.float16, got {dtype!r:.80}; pass the "
+            f"dtype must be a number format, such as jnp.float16, got {dtype!r:.80}; use the "
             "format in which the numbers will be stored"
         )
     if not jnp.issubdtype(number_format, jnp.floating):
         raise ValueError(
             f"dtype must be a real floating-point format, such as float16, got "
-            f"{number_format.name}; pass the format of the parts for complex numbers"
+            f"{number_format.name}; use the format of the parts for complex numbers"
         )
     if number_format.name == "float8_e8m0fnu":
         raise ValueError(
-            f"dtype must be a format with a sign and 0, got {number_format.name}, which only "
-            "supports scales; pass the format of the scaled numbers"
+            f"dtype must be a format with a sign and 0, got {number_format.name}; use the format "
+            "of the scaled numbers"
         )
     return number_format
 
@@ -98,7 +97,7 @@ def checked_format(dtype: Any) -> jnp.dtype:
 def underflow_threshold(dtype: jax.typing.DTypeLike) -> float:
     """Returns the largest absolute value that rounds to 0, which is half the smallest number.
 
-    It is 0 for float64, because half the smallest float64 is not a float64.
+    The result is 0 for float64, because half the smallest float64 is not a float64.
     """
     return float(jnp.finfo(dtype).smallest_subnormal) / 2
 
@@ -106,7 +105,7 @@ def underflow_threshold(dtype: jax.typing.DTypeLike) -> float:
 def overflow_threshold(dtype: jax.typing.DTypeLike) -> float:
     """Returns the absolute value above which elements round to a number beyond the range.
 
-    It is half an ulp above the largest number of the format, and infinite for float64. A tie is
+    It is half an ulp above the largest number of the format, and infinite for float64. Ties are
     rounded to the number with an even last digit, see `OVERFLOW_EDGES`.
     """
     info = jnp.finfo(dtype)
@@ -121,5 +120,6 @@ def edge_bit_patterns(*, is_float64: bool) -> np.ndarray[Any, np.dtype[Any]]:
     float_type, integer = (np.float64, np.uint64) if is_float64 else (np.float32, np.uint32)
     edges = bin_edges(is_float64=is_float64)
     patterns = np.array([x.value for x in edges], float_type).view(integer)
-    # Bit patterns of positive floats are ordered like the floats. Elements are compared by `>`.
+    # Bit patterns of positive floats are ordered like the floats. Elements are compared by `>`, so
+    # the pattern of an inclusive edge is decreased by 1.
     return patterns - np.array([x.inclusive for x in edges], integer)

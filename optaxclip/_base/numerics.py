@@ -20,7 +20,7 @@ def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def norm_dtype(dtypes: Iterable[Any]) -> jnp.dtype:
-    """Returns the dtype of a norm over these dtypes: float64 if one of them is 64-bit."""
+    """Returns the dtype of a norm over these dtypes, which is float64 if one of them is 64-bit."""
     is_wide = jnp.dtype(jnp.float64) in map(accumulation_dtype, dtypes)
     return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
@@ -75,7 +75,8 @@ def clamp_to_finite(x: Array) -> Array:
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:
     """Selects between arrays of the same shape, or between an array and a number.
 
-    `jnp.where` is a nested call (as of JAX 0.10.2), which takes longer to trace and to compile.
+    Note that `jnp.where` would be a nested call, which takes longer to trace and to compile (as of
+    JAX 0.10.2).
     """
     like: Any = x if isinstance(x, Array) else y
     if not isinstance(x, Array):
@@ -88,7 +89,8 @@ def select(flag: Array, x: Array | float, y: Array | float) -> Array:
 def multiply(x: Array, y: Array | float) -> Array:
     """Computes `x * y`, in a single operation if `y` is a scalar.
 
-    The operator `*` is a nested call (as of JAX 0.10.2), which takes ten times as long to trace.
+    Note that the operator `*` would be a nested call, which takes ten times as long to trace (as of
+    JAX 0.10.2).
     """
     if jnp.ndim(y):
         return x * y
@@ -114,7 +116,8 @@ def match_weak_type(x: Array, like: Array) -> Array:
     """Makes `x` weakly typed if `like` is, where both have the same shape and dtype."""
     if not jax.typeof(like).weak_type:
         return x
-    # No other public function makes weakly typed arrays from traced values (as of JAX 0.10.2).
+    # `full_like` keeps the weak type. No other public function can create weakly typed arrays from
+    # traced values (as of JAX 0.10.2).
     fill = lax.full_like
     for _ in range(x.ndim):
         fill = jax.vmap(fill)
@@ -131,9 +134,10 @@ def safe_sqrt(x: Array) -> Array:
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents
     is_positive, root = sqrt_where_positive(x)
-    # A division, because XLA on CPU stores its result, but repeats a product such as
-    # `dx * (0.5 / root)` for each leaf (as of JAX 0.10.2). In reverse mode, the division is the
-    # last step. A derivative of the global norm of 200 leaves then compiles in 3 seconds, not 8.
+    # A division, because XLA on CPUs stores its result. It would repeat a product such as
+    # `dx * (0.5 / root)` for all leaves (as of JAX 0.10.2). The division is the last operation in
+    # reverse mode. A derivative of the global norm of 200 leaves then compiles in 3 seconds instead
+    # of 8 seconds.
     return safe_sqrt(x), select(is_positive, dx / (2 * root), 0)
 
 
@@ -153,7 +157,7 @@ def combine_norms(norms: Array) -> Array:
 
 
 def combine_norms_factored(norms: Array) -> tuple[Array, Array]:
-    """Returns `combine_norms` as a factor and a power of two, because it may overflow."""
+    """Returns `combine_norms` as a factor and a power of two, whose product may overflow."""
     unit = floor_pow2(jnp.max(norms, initial=0))  # []
     return safe_sqrt(jnp.sum(jnp.square(divide_by_pow2(norms, unit)))), unit
 
@@ -162,11 +166,12 @@ def norm_relative_error(count: Any, degree: float, eps: float) -> float:
     """Bounds the relative error of a norm, for example by 9e-7 for the L2 norm of 10**7 floats.
 
     The error of a sum of `count` powers grows with the depth of the reduction tree. The root
-    divides it by `degree`. In `jax.export`, the count may be symbolic.
+    divides it by `degree`.
     """
     size = static_size_or_none(count)
+    # A count that is symbolic in `jax.export` is at most 2**40.
     depth = 40 if size is None else math.log2(max(size, 1))
-    # Powers other than 1 and 2 are computed by logarithms, which are less accurate.
+    # Powers except 1 and 2 are computed by logarithms, which are less accurate.
     digits = 1 if degree in (1, 2) else 4
     return (min(degree, 2) + digits * (2 + depth) / degree) * eps / 2
 
@@ -174,8 +179,8 @@ def norm_relative_error(count: Any, degree: float, eps: float) -> float:
 def divide_no_nan(x: Array, y: Array, otherwise: Array | float) -> Array:
     """Computes `x / y`, or `otherwise` where `y` is 0, without a division by 0.
 
-    Both numbers are first divided by a power of two near `y`, because the derivatives contain
-    powers of `1 / y`, which may overflow although the derivatives do not.
+    Both numbers are first divided by a power of two near `y`. Otherwise, powers of `1 / y` could
+    overflow in derivatives, even if the derivatives themselves are in range.
     """
     zero = y == 0
     # The unit cancels in the quotient, so it needs no derivative.
@@ -188,8 +193,8 @@ def divide_no_nan(x: Array, y: Array, otherwise: Array | float) -> Array:
 def lerp(old: Array, new: Array, weight: Array) -> Array:
     """Interpolates linearly from `old` to `new`.
 
-    With a weight of 1, the result is `new`, because rounding of the sum would lose a `new` that is
-    tiny compared with `old`.
+    The result for a weight of 1 is exactly `new`, because rounding of the sum would lose a `new`
+    that is tiny compared with `old`.
     """
     return jnp.where(weight == 1, new, old + weight * (new - old))
 
@@ -197,8 +202,8 @@ def lerp(old: Array, new: Array, weight: Array) -> Array:
 def scale_by_exp(x: Array, log_factor: Array) -> Array:
     """Computes `x * exp(log_factor)` for `x >= 0`, clamped to the normal numbers of the dtype.
 
-    Zero and infinity are unchanged. No other number becomes 0 or infinity, because no factor could
-    change it again.
+    Zero and infinity are unchanged. Other numbers never become 0 or infinity, because no factor
+    could change them again.
     """
     info = jnp.finfo(jnp.result_type(x))
     # NaN is also unchanged, because both comparisons below are False.
@@ -209,7 +214,7 @@ def scale_by_exp(x: Array, log_factor: Array) -> Array:
 def floor_pow2(x: Array) -> Array:
     """Returns the largest power of two that is at most `x > 0` and has a normal reciprocal.
 
-    Products with this power or its reciprocal are exact. For 0 and non-finite values it is 1.
+    Products with this power or its reciprocal are exact. The result is 1 for 0 and non-finite `x`.
     """
     return select((x > 0) & (x <= jnp.finfo(x.dtype).max), clamp_pow2(floor_pow2_unclamped(x)), 1)
 
@@ -217,7 +222,7 @@ def floor_pow2(x: Array) -> Array:
 def floor_pow2_unclamped(x: Array) -> Array:
     """Returns the largest power of two that is at most `x >= 0`.
 
-    It is 0 for subnormal numbers, and infinity for infinity and NaN.
+    The result is 0 for subnormal numbers, and infinity for infinity and NaN.
     """
     info = jnp.finfo(x.dtype)
     integer = jnp.dtype(f"int{info.bits}").type
@@ -234,13 +239,10 @@ def clamp_pow2(power: Array) -> Array:
 
 
 def reciprocal_pow2(power: Array) -> Array:
-    """Computes the reciprocals of results of `clamp_pow2` or `floor_pow2` from their bits.
-
-    This is faster than a division.
-    """
+    """Computes reciprocals of results of `clamp_pow2` or `floor_pow2`, faster than a division."""
     info = jnp.finfo(power.dtype)
     integer = jnp.dtype(f"int{info.bits}").type
-    # The exponent of the reciprocal is the negative exponent, and the mantissa is 0 in both.
+    # The exponent of the reciprocal is the negative exponent, and both mantissas are 0.
     bits_of_one = integer((info.maxexp - 1) << info.nmant)
     bits = bits_of_one + bits_of_one - lax.bitcast_convert_type(power, integer)
     return lax.bitcast_convert_type(bits, power.dtype)
@@ -250,7 +252,7 @@ def divide_by_pow2(x: Array, power: Array) -> Array:
     """Divides `x` by a power of two from `floor_pow2`.
 
     This is a multiplication, because XLA rewrites quotients of quotients (as of JAX 0.10.2). It
-    replaces `a / b / c` by `a / (b * c)`, and `a / (b / c)` by `a * c / b`, and these products may
+    replaces `a / b / c` by `a / (b * c)`, and `a / (b / c)` by `a * c / b`. These products may
     overflow.
     """
     return x * reciprocal_pow2(power).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Jaxprs: splits traced programs into pieces that can be run one after another."""
+"""Jaxprs: splits traced programs into pieces that run one after another."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ def last_uses(program: jex.Jaxpr) -> dict[Any, int]:
 
 
 def extract_piece(eqns: Sequence[Any], last: int, used_until: dict[Any, int]) -> Piece:
-    """Makes a piece of equations whose last number is `last`.
+    """Makes a piece of equations, where `last` is the number of the last equation.
 
     The outputs are the variables that later equations use, according to `last_uses`.
     """
@@ -56,7 +56,5 @@ def make_program(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[A
     return _empty_program().replace(**lists, effects=effects)
 
 
-@functools.cache
-def _empty_program() -> jex.Jaxpr:
-    # Traced, because the constructor requires debug info (as of JAX 0.10.2).
-    return jax.make_jaxpr(lambda: ())().jaxpr
+# Traced, because the constructor requires debug info (as of JAX 0.10.2).
+_empty_program = functools.cache(lambda: jax.make_jaxpr(lambda: ())().jaxpr)

@@ -2,15 +2,19 @@
 
 import dataclasses
 import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.optional_imports import call_on_import
 from optaxclip._base.validation import short_repr
 
 _Shapes = tuple[tuple[int, ...], ...]
@@ -28,14 +32,14 @@ _STATIC = {"static": True}
 class StaticNames:
     """Names in order, used like a tuple, which JAX treats as a node without children.
 
-    This class is not a tuple, because trainers that traverse states with their own code would
-    traverse a tuple and use the names as leaves. They support dataclasses and ignore static fields.
+    This class is not a tuple, because trainers that traverse states with their own code would use
+    the names in a tuple as leaves. However, they support dataclasses and ignore static fields.
 
     An empty `StaticNames` is equal to any other instance. `optax.tree_map_params` calls `init` with
     a tree without leaves, and therefore without names, and compares the structure of this state
-    with a real state. The state that it returns has lost its names. They are restored at the next
-    step, except where the old structure is kept: in `optax.MultiSteps`, and in a function that was
-    compiled for a state without names, because `jit` treats both structures as equal.
+    with a real state. The state that it returns has lost its names. The next step restores them,
+    unless the old structure is kept. This can happen in `optax.MultiSteps`, and in a function that
+    was compiled for a state without names, because `jit` treats both structures as equal.
 
     Attributes:
       names: The names.
@@ -64,19 +68,55 @@ class StaticNames:
         if isinstance(other, tuple):
             return self.names == other
         if other is None:
-            return True  # Trainers that traverse states with their own code may insert None.
+            return True  # Trainers that traverse states with their own code may use None instead.
         if not isinstance(other, StaticNames):
             return NotImplemented
-        # Shapes are ignored, because a program of `jax.export` may support several shapes.
+        # Shapes are ignored, because a program of `jax.export` can support several shapes.
         is_same = self.names == other.names and self.is_user_label == other.is_user_label
         return is_same or not self or not other
 
     def __hash__(self) -> int:
-        # An empty instance is equal to all others, so all hashes must be equal.
+        # An empty instance is equal to any instance, so all hashes must be equal.
         return hash(StaticNames)
 
     def __repr__(self) -> str:
         return repr(self.names)
+
+
+def call_on_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Calls `act` with a module, immediately if it is imported, and on import otherwise."""
+    module = sys.modules.get(name)
+    if module is not None:
+        act(module)
+    else:
+        sys.meta_path.insert(0, _ImportHook(name, act))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """Finds a module with the remaining finders, and calls a function once after loading it."""
+
+    name: str
+    act: Callable[[ModuleType], None]
+
+    def find_spec(
+        self, fullname: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = None if spec is None else spec.loader
+
+        def load_and_act(module: ModuleType) -> None:
+            del loader.exec_module  # Restores the method of the class.
+            loader.exec_module(module)
+            self.act(module)
+
+        if loader is not None:
+            loader.exec_module = load_and_act
+        return spec
 
 
 # Flax's serialization does not store `StaticNames`, so a restored state keeps its own names.
@@ -91,7 +131,7 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def register_state(cls: Kind) -> Kind:
-    """Registers a named tuple that is a state, or part of a state.
+    """Registers a named tuple that is a state or part of a state.
 
     Its fields of type `StaticNames` belong to the structure and are not nodes, because Levanter's
     checkpointer cannot restore nodes without leaves. `jax.export` serializes the class under its
@@ -106,20 +146,19 @@ def register_state(cls: Kind) -> Kind:
     arrays = [field for field in fields if field not in static]
     jax.tree_util.register_dataclass(cls, data_fields=arrays, meta_fields=static)
 
-    def unflatten(aux_data: Any, children: Sequence[Any]) -> Any:
-        return cls(**dict(zip((*arrays, *static), (*children, *aux_data), strict=True)))
-
     return jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=name,
-        # Shapes are not stored, because they may be symbolic and are ignored in comparisons.
+        # Shapes are not stored, because they can be symbolic and comparisons ignore them.
         serialize_auxdata=lambda aux_data: json.dumps(
             [(names.names, names.is_user_label) for names in aux_data]
         ).encode(),
         deserialize_auxdata=lambda stored: tuple(
             StaticNames(tuple(names), (), is_label) for names, is_label in json.loads(stored)
         ),
-        from_children=unflatten,
+        from_children=lambda aux_data, children: cls(
+            **dict(zip((*arrays, *static), (*children, *aux_data), strict=True))
+        ),
     )
 
 
@@ -130,31 +169,31 @@ def safe_increment(count: Array, where: Array | bool = True, *, period: int = 1)
     Args:
       count: Signed integers of at least 0.
       where: The counters to increment, as bools.
-      period: A counter at the largest value of the dtype decreases by `period - 1`. With a period
-        of 1 it is unchanged, as in Optax. If `period` is the length of a ring buffer, the position
-        in the buffer, `count % period`, advances by 1 as in other steps.
+      period: A counter at the largest value of the dtype decreases by `period - 1`. By default, it
+        is unchanged, as in Optax. If `period` is the length of a ring buffer, the position in the
+        buffer, `count % period`, always advances by 1.
     """
     if not jnp.issubdtype(count.dtype, jnp.integer):
         raise TypeError(
-            f"counters of the state must be integers, got the dtype {count.dtype}, in which a "
-            "counter may stop increasing; cast only the floating-point leaves of a state"
+            f"counters of the state must be integers, got the dtype {count.dtype}; cast only the "
+            "floating-point leaves of a state, because rounded counters may stop increasing"
         )
-    # Without this, the count would wrap around to the most negative number.
+    # Otherwise, the count would wrap around to the most negative number.
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)
-    # A product, because JAX cannot `vmap` a select in a `jit` on an explicit mesh (as of 0.10.2).
+    # A product, because JAX cannot `vmap` a select in a `jit` on an explicit mesh (as of JAX
+    # 0.10.2).
     return count + step.astype(count.dtype) * jnp.asarray(where, count.dtype)
 
 
 def copy_arrays(state: Any) -> Any:
-    """Copies the arrays of a state, which can then be donated."""
+    """Copies the arrays of a state, so it can be donated."""
     return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, Array) else x, state)
 
 
 REINIT_HINT = (
-    "if the state is from a checkpoint of another transformation, start with a new state for this "
-    "stage and keep the states of the other stages, for example by "
-    "opt_state = (tx.init(params)[0], *old_opt_state[1:]) for the first stage of a chain"
+    "if the state is from a checkpoint of another transformation, use a new state for this stage, "
+    "as in opt_state = (tx.init(params)[0], *old_opt_state[1:]) for the first stage of a chain"
 )
 
 
@@ -167,24 +206,22 @@ def check_state(
     """
     if state is None:
         raise ValueError(
-            f"{name}: state must be the state of the previous step, got None, and the results "
-            "depend on earlier steps; start with state = tx.init(params), and pass the state that "
-            "an update returns to the next update: "
-            "updates, state = tx.update(grads, state, params)"
+            f"{name}: state must be the state of the previous step, got None; start with "
+            "state = tx.init(params) and use updates, state = tx.update(grads, state, params)"
         )
     if not isinstance(state, cls):
         check_updates_not_state(updates, cls, name)
         raise ValueError(
-            f"{name}: the state must be of type {cls.__name__}, got {short_repr(state)} of type "
+            f"{name}: state must be of type {cls.__name__}, got {short_repr(state)} of type "
             f"{type(state).__name__}; {remedy}"
         )
 
 
 def check_updates_not_state(updates: Any, cls: type, name: str) -> None:
-    """Checks that the updates do not contain a state, as if arguments were swapped."""
+    """Checks that the updates do not contain a state, which would indicate swapped arguments."""
     nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, cls))
     if any(isinstance(node, cls) for node in nodes):
         raise ValueError(
             f"{name}: updates must be gradients, got a {cls.__name__}; call "
-            "update(grads, state, params) with the arguments in this order"
+            "update(grads, state, params)"
         )

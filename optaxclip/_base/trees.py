@@ -25,16 +25,16 @@ class FlatTree(NamedTuple):
     Attributes:
       paths: The key paths of all leaves, without the boxes that Flax puts around arrays. All paths
         are different. If a custom node has several children with the same key, numbers are appended
-        to all but the first.
+        to the paths of all but the first child.
       leaves: All leaves. A `BCOO` is a single leaf.
       treedef: The structure.
       inexact_indices: The positions of the measured leaves, which have floating-point or complex
         elements.
       global_shapes: The shapes of the measured leaves over all devices, or None for unknown shapes.
-        It is empty outside `shard_map`, `pmap` and `vmap(axis_name=)`, where leaves are not split.
+        It is empty outside `shard_map`, `pmap` and `vmap(axis_name=)`, where leaves are not shards.
         Scopes use these shapes to find units and layers.
-      use_keystr: If True, names use Python's notation. If None, they do so only if two names would
-        otherwise be equal.
+      use_keystr: If True, names use Python's notation. By default, they only use it if two names
+        would otherwise be equal.
     """
 
     paths: list[Path]
@@ -68,7 +68,7 @@ class FlatTree(NamedTuple):
         paths = [self.paths[i] for i in self.inexact_indices]
         use_keystr = self.use_keystr
         if use_keystr is None:
-            # The paths of None count too, because another step may have gradients there.
+            # The paths of None are included, because another step may have gradients there.
             numbered = jax.tree_util.tree_unflatten(self.treedef, list(range(len(self.leaves))))
             pairs = jax.tree_util.tree_leaves_with_path(numbered, is_leaf=lambda x: x is None)
             none_paths = [path for path, x in pairs if x is None]
@@ -111,9 +111,9 @@ def flatten(
     Args:
       tree: A pytree of arrays.
       argument: The name of the tree in messages.
-      integer_policy: If "skip", integer, bool and PRNG-key leaves are not measured. If "error",
-        they raise an error. If "measure", integer leaves are measured, and the others raise an
-        error.
+      integer_policy: If "skip" (the default), integer, bool and PRNG-key leaves are not measured.
+        If "error", they raise an error. If "measure", integer leaves are measured, and bools and
+        PRNG keys raise an error.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
     paths = _unique_paths([path for path, _ in pairs], tree)
@@ -125,8 +125,8 @@ def flatten(
         dtypes = {str(dtype) for dtype in map(dtype_of, leaves) if dtype != jax.dtypes.float0}
         if dtypes:
             warn(
-                f"{argument} must have floating-point leaves, got leaves with the dtypes "
-                f"{sorted(dtypes)}, so nothing is clipped"
+                f"{argument} must have floating-point leaves to be clipped, got leaves with the "
+                f"dtypes {sorted(dtypes)}"
             )
     return FlatTree(paths, leaves, treedef, measured)
 
@@ -144,7 +144,7 @@ def _unique_paths(paths: list[Path], tree: PyTree) -> list[Path]:
         children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
         return [path for path, _ in children] == [(value_key,)]
 
-    # Finding boxes takes time, so trees without a path that ends in `value` skip it.
+    # Finding boxes takes time, so trees without paths that end in `value` skip it.
     if any(path and path[-1] == value_key for path in paths):
         nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
         boxes = {path for path, node in nodes if is_box(node)}
@@ -164,11 +164,11 @@ def _is_measured(leaf: Any, path: Path, argument: str, integer_policy: str) -> b
     dtype = dtype_of(leaf)
     if dtype is None:
         remedy = (
-            "pass only arrays, for example eqx.filter(model, eqx.is_inexact_array) for an Equinox "
-            "model or nnx.state(module, nnx.Param) for an NNX module"
+            "use eqx.filter(model, eqx.is_inexact_array) for an Equinox model or "
+            "nnx.state(module, nnx.Param) for an NNX module"
         )
         if isinstance(leaf, (Iterator, ValuesView, ItemsView)):
-            remedy = "pass a list or a dict of the arrays, because JAX does not support iterators"
+            remedy = "use a list or a dict, because JAX does not support iterators"
         raise TypeError(
             f"{argument} must be a pytree of arrays, got the leaf '{leaf_name(path)}' = "
             f"{short_repr(leaf)} of type {type(leaf).__name__}; {remedy}"
@@ -220,7 +220,7 @@ def replace_values(leaf: Any, data: Any) -> Any:
 
 
 def leaf_name(path: Path) -> str:
-    """Formats a path, for example as `encoder/0/kernel`; the empty path is `leaf`."""
+    """Formats a path, for example as `encoder/0/kernel`, and the empty path as `leaf`."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "leaf"
 
 
@@ -243,7 +243,7 @@ def broadcast_prefix(
     if not flat.inexact_indices:
         return []
     if is_function(value, flat.tree()):
-        # A function with two arguments receives paths and leaves, other functions the tree.
+        # Functions with two arguments are called with paths and leaves, and others with the tree.
         if accepts_args(value, "path", None) or not accepts_args(value, "tree"):
             return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.inexact_indices]
         fn_of_tree: Any = value
@@ -254,16 +254,16 @@ def broadcast_prefix(
         broadcast = jax.tree.broadcast(value, positions)
     except ValueError:
         raise ValueError(
-            f"{argument} must be a pytree prefix of the gradients, which have "
-            f"{_summarize_tree(positions)}, got {_summarize_tree(value)}; pass values for "
-            "all leaves or branches, or a function (path, leaf) -> value"
+            f"{argument} must be a pytree prefix of the gradients with "
+            f"{_summarize_tree(positions)}, got {_summarize_tree(value)}; use values for "
+            "all leaves or branches or a function (path, leaf) -> value"
         ) from None
     values = jax.tree.leaves(broadcast)
     return [values[i] for i in flat.inexact_indices]
 
 
 def _summarize_tree(tree: PyTree) -> str:
-    """Describes a tree in a message by its type and its first leaves."""
+    """Describes a tree by its type and its first leaves."""
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     shown = f"{names[:4]}"[1:-1] + (", ..." if len(names) > 4 else "")
     return f"the leaves {shown} ({type(tree).__name__})"
@@ -278,8 +278,8 @@ def align_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
         if path not in by_path or jnp.shape(by_path[path]) != shape:
             found = f"shape {jnp.shape(by_path[path])}" if path in by_path else "no such leaf"
             raise ValueError(
-                f"{name}: params must match the updates, whose leaf '{leaf_name(path)}' has shape "
-                f"{shape}, got {found}; pass the parameters of these updates"
+                f"{name}: params must have a leaf '{leaf_name(path)}' of shape {shape} like the "
+                f"updates, got {found}; use the params of these updates"
             )
     return flat.replace_leaves([by_path[flat.paths[i]] for i in flat.inexact_indices])
 
@@ -303,7 +303,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Grouping:
-    """The groups of a tree; hashable, because it is a static argument of compiled functions.
+    """The groups of a tree, as a static argument of compiled functions.
 
     Attributes:
       groups: The groups, in an order in which the concatenation of their names is sorted.
@@ -331,40 +331,36 @@ class Grouping:
         return [bool(group.leaf_indices) for group in self.groups for _ in group.names]
 
     def align_with_state(self, stored: StaticNames, size: int, name: str) -> "Grouping":
-        """Adds empty groups for names in the state that the current tree lacks.
+        """Adds empty groups for the stored names that the current tree lacks.
 
-        Args:
-          stored: The names in the state. They are empty if the state is from
-            `optax.tree_map_params`.
-          size: The number of groups in the state.
-          name: The name of the transformation.
+        The state has `size` groups. Its names can be empty after `optax.tree_map_params`.
         """
         if self.layout == "scalar" or (not stored and size == len(self.names)):
             return self
         if not stored and size:
             raise ValueError(
-                f"{name}: the state must have the names of its {size} groups, got no names, as "
-                f"after optax.tree_map_params, and updates with {len(self.names)} groups; "
+                f"{name}: state must have the names of its {size} groups, got no names (as after "
+                f"optax.tree_map_params) and updates with {len(self.names)} groups; "
                 f"{RESTORE_NAMES_HINT}"
             )
         if len(stored) != size:
             raise ValueError(
-                f"{name}: the state must have norms for its {len(stored)} groups, got "
-                f"{size} norms, as if it was initialized under jax.vmap; call the update under "
-                "jax.vmap too, or start with a new state"
+                f"{name}: state must have norms for its {len(stored)} groups, got {size} norms (as "
+                "after init under jax.vmap); use jax.vmap for the update too or start with a new "
+                "state"
             )
         # The state may contain more groups, for example if a step has no gradients for some leaves.
         own = set(self.names)
         if unknown := sorted(own - set(stored)):
-            remedy = "; initialize the state with all params"
+            remedy = "initialize the state with all params"
             if all(x.startswith(("fast/", "slow/")) for x in stored or ("",)):
                 remedy = (
-                    " without the two copies of optax.lookahead; put the clipping inside it, "
-                    "as in optax.lookahead(optax.chain(clip, optimizer), 5, 0.5)"
+                    "put the clipping inside optax.lookahead, as in "
+                    "optax.lookahead(optax.chain(clip, optimizer), 5, 0.5)"
                 )
             raise ValueError(
-                f"{name}: the updates must have the groups of the params that were passed to init, "
-                f"got the new groups {unknown}{remedy}"
+                f"{name}: updates must have the groups of the params that were passed to init, "
+                f"got the new groups {unknown}; {remedy}"
             )
         # Groups without leaves keep their norms and counters in the state.
         with_shapes = zip(stored, stored.shapes or ((),) * size, strict=True)
@@ -381,7 +377,7 @@ class Grouping:
 
 
 NUM_NORMS_WARNING = 2**24
-"""With more norms, the arrays of a transformation use much memory compared with the gradients."""
+"""The arrays for more norms would use much memory compared with the gradients."""
 
 
 def warn_if_many_norms(grouping: Grouping, name: str) -> None:
@@ -393,8 +389,8 @@ def warn_if_many_norms(grouping: Grouping, name: str) -> None:
     if total > NUM_NORMS_WARNING:
         largest = counts.index(max(counts))
         warn(
-            f"{name}: norms, thresholds and factors of all groups are kept in memory, and these "
-            f"leaves have {total:,} norms, of which '{grouping.groups[largest].names[0]}' has "
-            f"{counts[largest]:,}; pass axis= for norms over more elements, or "
+            f"{name}: the leaves should have at most {NUM_NORMS_WARNING:,} norms to save memory, "
+            f"got {total:,} norms and {counts[largest]:,} of them for "
+            f"'{grouping.groups[largest].names[0]}'; use axis= for norms over more elements or "
             "scopes.unit(stacked=...) for leaves that stack layers"
         )

@@ -1,4 +1,4 @@
-"""Shared types: threshold rules, and the states and records of clips."""
+"""Shared types: aliases, threshold rules, and the states and records of clipping."""
 
 import dataclasses
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+import numpy.typing
 from jax import Array
 from jax.tree_util import Partial
 
@@ -17,7 +18,10 @@ else:
     from typing_extensions import TypeAliasType
 
 ArrayLike = TypeAliasType("ArrayLike", jax.typing.ArrayLike)
-"""Values that JAX accepts as arrays; an alias type, because `help` then shows only its name."""
+"""Values that JAX accepts as arrays. It is an alias type so that `help` only shows its name."""
+
+HostArrayLike = TypeAliasType("HostArrayLike", numpy.typing.ArrayLike)
+"""Values that NumPy accepts as arrays, for functions that run on the host."""
 
 PyTree: TypeAlias = Any
 """Any pytree of arrays."""
@@ -39,7 +43,7 @@ NonFinite: TypeAlias = Literal["nan", "zero", "mask", "error"]
 
 
 class Thresholds(NamedTuple):
-    """Two norms per group: a group with a norm above `trigger` is clipped to `target`."""
+    """Two norms per group. A group with a norm above `trigger` is clipped to `target`."""
 
     trigger: NormTree
     target: NormTree
@@ -54,14 +58,14 @@ class ThresholdRule:
     for other scopes. Groups without leaves in the current step have the norm NaN. The rule returns
     thresholds of the same shape.
 
-    `init` and `update` are `jax.tree_util.Partial`s (plain functions are wrapped). A rule is
-    therefore a pytree whose numbers are traced, and a new threshold does not recompile anything.
+    Plain functions are wrapped in `jax.tree_util.Partial`. Therefore, a rule is a pytree whose
+    numbers are traced, and a new threshold does not recompile anything.
 
     Attributes:
       init: `init(norms) -> state`, where `norms` are zeros with the shape and dtype of the norms.
         The structure of the state must not depend on this shape.
       update: `update(norms, state, param_norms) -> (Thresholds, state)`.
-      uses_params: If True, `update` needs the norms of the parameters, which are None otherwise.
+      uses_params: If True, `update` uses the norms of the parameters, which are None by default.
     """
 
     init: Callable[[Array], PyTree]
@@ -81,9 +85,10 @@ class ClipInfo(NamedTuple):
     """The results of clipping at the last step.
 
     All arrays are `[]` for the scope `tree`, and `[names]` for other scopes, with one element per
-    group. Scopes with very many groups (`axes`, `unit`) have one element per leaf. It contains the
-    norm, threshold and factor of the group with the largest ratio of norm to threshold. For trees
-    with float64 leaves, `clip_tree` returns float64 instead of float32.
+    group. However, scopes with very many groups (`axes`, `unit`) only have one element per leaf. It
+    contains the norm, threshold and factor of the group with the largest ratio of norm to
+    threshold. Note that `clip_tree` returns float64 instead of float32 for trees with float64
+    leaves.
 
     Attributes:
       name: The name of the transformation, as a tuple of length one.

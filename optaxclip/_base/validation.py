@@ -1,4 +1,4 @@
-"""Checks arguments of public functions, and explains wrong calls."""
+"""Checks arguments of public functions and explains wrong calls."""
 
 import difflib
 import functools
@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -20,6 +21,9 @@ from optaxclip._base.numerics import is_real
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+REPO_ROOT = Path(__file__).parents[2]
+"""The folder that contains the package: a checkout, or the folder with installed packages."""
+
 
 def validate_call(
     *,
@@ -28,14 +32,14 @@ def validate_call(
     too_many_hint: str = "",
     replacements: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Function], Function]:
-    """Decorates a function to explain calls that do not fit its signature.
+    """Decorates a function to explain calls that do not match its signature.
 
     Args:
       transformation: If True, the function makes a transformation. If a call with gradients fails,
-        the message explains how to pass gradients to a transformation.
-      one_shot_call: The call that clips gradients once, for that message.
+        the message explains how to use a transformation.
+      one_shot_call: The call that clips gradients once, for this message.
       too_many_hint: The end of the message about too many positional arguments.
-      replacements: For keywords of other libraries, the replacement to pass.
+      replacements: The arguments to use instead of keywords of other libraries.
     """
 
     def decorate(fn: Function) -> Function:
@@ -50,7 +54,7 @@ def validate_call(
                 if not transformation or not any(map(has_float_arrays, args)):
                     raise
                 kind = TypeError if isinstance(error, TypeError) else ValueError
-                once = f"{one_shot_call}, or " * bool(one_shot_call)
+                once = f"{one_shot_call} or " * bool(one_shot_call)
                 raise kind(
                     f"{error}. {fn.__name__} makes a transformation. To clip gradients, use "
                     f"{once}tx = {fn.__name__}(...) with tx.update(grads, state, params)"
@@ -70,7 +74,7 @@ def _check_call(
     too_many_hint: str,
     replacements: Mapping[str, str],
 ) -> None:
-    """Checks that a call fits a signature, and explains what is wrong otherwise."""
+    """Checks that a call matches a signature, and explains the mistake otherwise."""
     try:
         signature.bind(*args, **kwargs)
         return
@@ -81,13 +85,13 @@ def _check_call(
     accepted = [p.name for p in named]
     positional = [p.name for p in named if p.kind != p.KEYWORD_ONLY]
     keyword_only = accepted[len(positional) :]
-    # A number is probably a threshold, which methods with adaptive thresholds do not accept.
+    # A number is probably a threshold. However, methods with adaptive thresholds do not accept it.
     if args and not positional:
         hint = f"pass by name {keyword_only}"
         value = args[0]
         if is_real(value) and "name" in accepted and "threshold" not in accepted:
             hint = f"use clip_by_global_norm({value!r}) for a constant threshold"
-            hint += f", or max_norm={value!r} for an upper bound" * ("max_norm" in accepted)
+            hint += f" or max_norm={value!r} for an upper bound" * ("max_norm" in accepted)
         raise TypeError(f"{name}() accepts only keyword arguments, got {short_repr(value)}; {hint}")
     for keyword in kwargs:
         if keyword not in accepted:
@@ -103,7 +107,7 @@ def _check_call(
             f"{name}() accepts the positional arguments {positional}, got {len(args)}; pass by "
             f"name {keyword_only}{too_many_hint}"
         )
-    # The call has no unexpected arguments, so arguments are missing or passed twice.
+    # There are no unexpected arguments, so arguments are missing or passed twice.
     required = [p.name for p in named if p.default is p.empty]
     passed = {*positional[: len(args)], *kwargs}
     missing = [argument for argument in required if argument not in passed]
@@ -113,20 +117,20 @@ def _check_call(
     hint = f"call {name}({', '.join(required)})"
     if "inner" in required:
         inner_call = f"{name}({', '.join(['optax.adam(1e-3)', *required[1:]])})"
-        hint = f"wrap the optimizer instead of adding a stage to the chain, as in {inner_call}"
+        hint = f"wrap the optimizer as in {inner_call}"
     raise TypeError(f"{name}() requires {missing}; {hint}")
 
 
 def has_float_arrays(value: Any) -> bool:
     """Returns `True` for trees with floating-point arrays, such as gradients."""
-    # Rules and transformations can contain arrays too, but they are not gradients.
+    # Rules and transformations can also contain arrays. However, they are not gradients.
     leaves = jax.tree.leaves(value, is_leaf=lambda x: callable(x) or hasattr(x, "init"))
     dtypes = [leaf.dtype for leaf in leaves if getattr(leaf, "ndim", 0) and hasattr(leaf, "dtype")]
     return any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
 
 _THRESHOLDS = ("max_norm", "threshold", "clipping", "max_delta", "c", "tau")
-"""Arguments of our functions that are thresholds."""
+"""The arguments of this package that are thresholds."""
 _FOREIGN_THRESHOLD_NAMES = (
     *("clip", "clip_norm", "clip_threshold", "clip_value", "clipnorm", "clipvalue", "grad_clip"),
     *("global_clipnorm", "gradient_clip_val", "l2_norm_clip", "max_grad_norm", "max_value"),
@@ -135,11 +139,11 @@ _FOREIGN_THRESHOLD_NAMES = (
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name, which suggests a similar name."""
+    """Returns the end of a message about an unknown name with a suggestion, or an empty string."""
     names = list(names)
     similar = difflib.get_close_matches(name, names, n=1)
     if name in _THRESHOLDS or name in _FOREIGN_THRESHOLD_NAMES:
-        # Other libraries use names for thresholds that are not spelled similarly.
+        # Names of thresholds in other libraries may have a different spelling.
         similar = [x for x in names if x in _THRESHOLDS] or similar
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
@@ -159,11 +163,20 @@ def chain_hint(value: Any) -> str:
 def warn(message: str) -> None:
     """Warns at the innermost line outside this package, JAX and Optax."""
     libraries = {"optaxclip", "jax", "optax", "contextlib"}
-    # `skip_file_prefixes` of `warnings.warn` would require Python 3.12.
+    # The argument `skip_file_prefixes` of `warnings.warn` would require Python 3.12.
     frame, level = sys._getframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in libraries:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs the packages of an extra."""
+    project, name = REPO_ROOT / "pyproject.toml", "optaxclip"
+    # A checkout is installed by its path, because it may not be published.
+    if project.is_file() and f'name = "{name}"' in project.read_text("utf-8"):
+        name = "." if Path.cwd() == REPO_ROOT else str(REPO_ROOT)
+    return f'pip install "{name}[{extra}]"'
 
 
 def check_int(value: Any, minimum: int, argument: str) -> int:
@@ -188,7 +201,7 @@ def check_int_or_scalar(value: Any, argument: str, minimum: int = 1) -> Any:
     Traced values are not compared with `minimum`.
     """
     if not isinstance(value, jax.Array):
-        # Larger numbers act as infinity, and they do not fit into the int32 counters of states.
+        # Larger numbers act like infinity and do not fit into the int32 counters of states.
         return min(check_int(value, minimum, argument), 2**31 - 1)
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{argument} must be an integer, got an array of dtype {value.dtype}")
@@ -207,7 +220,7 @@ def check_name(value: Any) -> str:
 
 
 def check_bool(value: Any, argument: str, hint: str = "") -> bool:
-    """Checks that `value` is True or False; `hint` ends the message."""
+    """Checks that `value` is True or False. The message ends with `hint`."""
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {short_repr(value)}{hint}")
     return value
@@ -234,8 +247,8 @@ def check_static(value: Any, argument: str) -> None:
     """Checks that an argument on which the compiled program depends is not a JAX array."""
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{argument} must not be a JAX array, because a new program is compiled for each "
-            f"value, got {value!r}; with optax.inject_hyperparams pass static_args=({argument!r},)"
+            f"{argument} must not be a JAX array, got {value!r}; use static_args=({argument!r},) "
+            "with optax.inject_hyperparams"
         )
 
 
@@ -248,8 +261,8 @@ def is_uncalled_factory(value: Any, package: str) -> bool:
 def check_called(value: Any, package: str, argument: str, namespace: str) -> None:
     """Checks that a value is not a function of a package that must be called first.
 
-    `package` is the internal name, such as `optaxclip.transforms`, and `namespace` is the public
-    one, such as `optaxclip`.
+    `package` is an internal name such as `optaxclip.transforms`, and `namespace` is the public name
+    such as `optaxclip`.
     """
     if is_uncalled_factory(value, package):
         name = getattr(value, "__name__", "")

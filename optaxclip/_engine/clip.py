@@ -3,7 +3,7 @@
 `clip_by` and `clip_tree` are the API. `run_clip` checks a step, and `_clip_step` runs its stages on
 arrays: measure, threshold, respond, scale, record.
 
-Three published methods as calls of `clip_by`:
+For example, `clip_by` can express three published methods:
 
   Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) uses the norm of the
   whole tree. Adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) clips the norms of
@@ -24,10 +24,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._backend.memory as memory
 import optaxclip._backend.meshes as meshes
 from optaxclip._backend.elementwise import as_arrays
-from optaxclip._backend.global_view import Transformation, global_view, stateless, transformation
+from optaxclip._backend.global_view import (
+    Transformation,
+    global_view,
+    move_to_device_memory,
+    put_on_device,
+    stateless,
+    transformation,
+)
 from optaxclip._backend.leaf_shardings import LeafShardings, apply_scope
 from optaxclip._base.numerics import norm_dtype
 from optaxclip._base.state import check_state, copy_arrays, safe_increment
@@ -77,30 +83,30 @@ def clip_by(
 
     The following guarantees apply to all scopes, norms and thresholds. Norms are summed in float32
     or wider, and no square overflows or underflows. A group at or below its threshold is returned
-    unchanged. The new norm of other groups is the threshold up to rounding, and with `strict` it
-    never exceeds the threshold. Dtypes, weak types, shapes and the tree structure are unchanged.
-    The value and its derivatives are finite if the gradients are. `None`, integer, bool, `float0`
-    and PRNG-key leaves are returned unchanged and ignored in norms.
+    unchanged. The new norm of other groups is the threshold up to rounding. Use `strict=True` if it
+    must never exceed the threshold. Dtypes, weak types, shapes and the tree structure are
+    unchanged. The value and its derivatives are finite for finite gradients. `None`, integer, bool,
+    `float0` and PRNG-key leaves are returned unchanged and ignored in norms.
 
     Args:
       scope: The groups of elements that share a norm, from `optaxclip.scopes`. Because a scope is a
-        function but not a schedule, `optax.inject_hyperparams` needs `static_args=("scope",)`.
+        function but not a schedule, `optax.inject_hyperparams` must get `static_args=("scope",)`.
       threshold: A number, a scalar array (traced or not), a schedule `count -> threshold`, or a
-        rule from `optaxclip.thresholds`. It can also be a dict from the names of all groups to
-        these. Note that inside `optax.masked` or `optax.partition`, the dict can also contain names
-        of groups of the other leaves.
+        rule from `optaxclip.thresholds`. You can also use a dict from the names of all groups to
+        such thresholds. Note that inside `optax.masked` or `optax.partition`, the dict may contain
+        names of groups of other leaves.
       response: "clip" (the default), "normalize", "smooth", "auto_s", "band", or a function. See
         `optaxclip.responses`.
       **options: Options that all transformations share, see `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation with a `ClipState`. If the threshold does not depend on earlier steps, an
-      update with the state None starts with a new state.
+      A transformation with a `ClipState`. If the threshold does not depend on earlier steps, you
+      can also pass None as the state, and the update uses a new state.
 
     Raises:
       ValueError: If a name is unknown, or if a threshold is negative, NaN or not a scalar. The
-        update also raises it if the sharding of leaves is unknown, or if the state is None and the
-        threshold depends on earlier steps.
+        update also raises it if the sharding of leaves is unknown, or if the state is None although
+        the threshold depends on earlier steps.
       TypeError: If a threshold is not a number, or if `scope` is not a scope.
 
     Example:
@@ -118,9 +124,9 @@ def clip_by(
 
 @dataclasses.dataclass(frozen=True)
 class ClipMethod:
-    """How groups are measured and changed: by norms and multipliers.
+    """The steps that differ between clipping methods, by default those of norms and multipliers.
 
-    Subclasses override the steps that differ. All methods are hashable, because they are static.
+    Instances must be hashable, because they are static.
     """
 
     names_leaves: ClassVar[bool] = False
@@ -131,15 +137,15 @@ class ClipMethod:
         return measure(leaves, plan, options.norm, from_above=options.strict)
 
     def leaf_operands(self, by: Multiplier, threshold_values: Array) -> Sequence[Array]:
-        """Returns the arrays that `apply` needs, all of them `[groups]`."""
+        """Returns the arrays `[groups]` that `apply` uses."""
         del threshold_values
         return by
 
     def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
         """Changes a leaf.
 
-        The argument `columns` stacks the arrays from `leaf_operands` along its first axis. Its
-        other axes are the axes of the leaf without `axes`.
+        The first axis of `columns` stacks the arrays from `leaf_operands`. It is followed by the
+        axes of the leaf without `axes`.
         """
         zeroes = options.nonfinite == "zero"
         return scale(leaf, columns, axes=axes, strict=options.strict, zero_nonfinite=zeroes)
@@ -166,7 +172,7 @@ def make_clip(
         # No norms are computed here, so the shardings are not needed.
         plan = Plan(grouping, LeafShardings.unsharded([]))
         rule = get_rule(flat, plan)
-        rule_state = copy_arrays(rule.init(plan.zeros(jnp.dtype(jnp.float32))))
+        rule_state = copy_arrays(rule.init(jnp.zeros(plan.shape, jnp.float32)))
         info = initial_info(options.name, grouping)
         return ClipState(jnp.zeros((), jnp.int32), rule_state, info)
 
@@ -184,7 +190,7 @@ def make_clip(
 
     if options.record:
         return transformation(init, update)
-    # Without a record, the state is constant, and only the updates are returned.
+    # Without a record, the state is constant and only the updates are returned.
     no_array: Any = None
     constant_state = ClipState(no_array, stateless_rule_state(checked, options.name), no_array)
     return stateless(
@@ -196,7 +202,7 @@ def fresh_if_none(state: Any, init: Callable[[PyTree], Any], updates: PyTree) ->
     """Replaces None by a new state, unless the threshold depends on earlier steps."""
     if state is not None:
         return state
-    # Messages about leaves must name the updates, but `init` names its argument the params.
+    # Messages about leaves must name the updates. However, `init` would name them the params.
     fresh = init(flatten(updates, "updates").tree())
     return None if jax.tree.leaves(fresh.rule) else fresh
 
@@ -209,19 +215,18 @@ def get_known_norm(options: Options, extra_args: dict[str, Any], layout: str) ->
     if layout != "scalar":
         raise ValueError(
             f"{options.name}: known_norm must be None for scopes with several groups, got "
-            f"{argument!r}, the norm of the whole tree; use scopes.tree()"
+            f"{argument!r}; use scopes.tree()"
         )
     if extra_args.get(argument) is None:
         raise ValueError(
-            f"{options.name}: the update must get the extra argument {argument!r}, because of "
-            f"known_norm={argument!r}, got None; pass it by "
-            f"update(grads, state, params, {argument}=norm)"
+            f"{options.name}: {argument} must be passed to the update with "
+            f"known_norm={argument!r}, got None; use update(grads, state, params, {argument}=norm)"
         )
     return _check_known_norm(extra_args[argument], argument, options)
 
 
 def _check_known_norm(norm: Any, argument: str, options: Options) -> Array:
-    """Checks a norm from the user, which may be negative or NaN, and converts it to an array."""
+    """Checks a norm from the user, which can be negative or NaN, and converts it to an array."""
     given = jnp.asarray(check_threshold_value(norm, argument, allow_any_number=True))
     meshes.check_replicated_scalar(given, options.axis_names, f"{options.name}: {argument}")
     return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)
@@ -246,16 +251,17 @@ def clip_tree(
 
     Args:
       tree: A pytree of floating-point or complex arrays. Other leaves are returned unchanged.
-      thresholds: A threshold as in `clip_by`. Rules act as at their first step. It can also be an
-        `optaxclip.Thresholds`: a norm above which to clip, and a norm to reach.
+      thresholds: A threshold as in `clip_by`. Rules act as in their first step. You can also use
+        an `optaxclip.Thresholds`, with a norm above which to clip and a norm to reach.
       scope: The groups of elements that share a norm, as in `clip_by`.
       params: The parameters, for thresholds that are relative to them.
       norm: The norm of a group. Defaults to the L2 norm.
       response: The response to a norm above its threshold. Defaults to "clip".
       nonfinite: The policy for non-finite groups. Defaults to "nan".
-      strict: If True, no result exceeds its threshold, not even by a rounding error.
-      use_norm: The norm of the whole tree, if it is known. It can only be used with the scope
-        `tree`.
+      strict: If True, no result exceeds its threshold, not even by a rounding error. Defaults to
+        False.
+      use_norm: The norm of the whole tree, which is then not computed. Note that it is only used
+        with the scope `tree`.
       axis_name: The names of mapped axes, as in `clip_by`.
       specs: The sharding of the leaves, as in `clip_by`.
       name: The name of the operation in messages.
@@ -275,7 +281,7 @@ def clip_tree(
       [0.6 0.8] 5.0
     """
     # JAX does not compute with arrays in different memories.
-    (tree, params), back = memory.move_to_device_memory(tree, params)
+    (tree, params), back = move_to_device_memory(tree, params)
     flat = flatten(tree, "tree")
     options = Options.create(
         norm=norm,
@@ -299,7 +305,7 @@ def clip_tree(
         known_norm = _check_known_norm(use_norm, "use_norm", options)
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.inexact_leaves())
     info = initial_info(name, plan.grouping, dtype)
-    state = ClipState(jnp.zeros((), jnp.int32), rule.init(plan.zeros(dtype)), info)
+    state = ClipState(jnp.zeros((), jnp.int32), rule.init(jnp.zeros(plan.shape, dtype)), info)
     tree, state = run_clip(flat, params, rule, state, known_norm, plan, options)
     return *back(tree), state.info
 
@@ -313,7 +319,7 @@ def group_norms(
     specs: PyTree = None,
 ) -> NormTree:
     """Returns the norms of all groups of a tree in float32 or wider, without clipping."""
-    flat = flatten(memory.put_on_device(tree), "tree")
+    flat = flatten(put_on_device(tree), "tree")
     options = Options.create(norm=norm, axis_name=axis_name, specs=specs, name="group_norms")
     return scope_norms(scope, flat, options)
 
@@ -343,9 +349,9 @@ def run_clip(
     options: Options,
     method: ClipMethod = NORM_CLIP,
 ) -> tuple[PyTree, ClipState]:
-    """Returns the clipped tree and the next state.
+    """Returns the clipped tree and the next state, without a record if `state.info` is None.
 
-    If `state.info` is None, nothing is recorded. If `known_norm` is None, norms are computed.
+    Norms are computed unless `known_norm` is used.
     """
     params = params_if_needed(rule, params, options.name)
     param_leaves, param_plan = None, plan
@@ -354,8 +360,8 @@ def run_clip(
     raises = options.nonfinite == "error"
     if raises or method.names_leaves:
         plan = dataclasses.replace(plan, leaf_names=tuple(flat.names()))
-    # The policy "error" is not compiled in eager mode, because `checkify.check` can raise there
-    # directly, but not inside a compiled call.
+    # The policy "error" is not compiled in eager mode, because `checkify.check` can raise errors in
+    # eager mode but not inside a compiled call.
     step = _clip_step_uncompiled if raises else _clip_step_compiled
     new, state = step(
         flat.inexact_leaves(),
@@ -386,6 +392,7 @@ def _clip_step(
     """Runs the stages of a step: measure, threshold, respond, scale, record."""
     leaves, bad, param_norms = as_arrays(leaves), None, None
     if param_leaves is not None:
+        # The shardings of parameters can differ from those of updates.
         param_norms = measure(as_arrays(param_leaves), param_plan, options.norm).norm  # f32[groups]
     if options.nonfinite == "mask":
         leaves, bad = mask_nonfinite(leaves, plan)
@@ -402,7 +409,7 @@ def _clip_step(
         for flags, group in zip(plan.unpack(bad), plan.grouping.groups, strict=True):
             if group.leaf_indices:
                 names = [plan.leaf_names[i] for i in group.leaf_indices]
-                # Without `checkify`, JAX's error shows this line (see `nonfinite.checkify_finite`).
+                # Without `checkify`, JAX's error shows this line, see `nonfinite.checkify_finite`.
                 checkify_finite(flags, options.name, names)  # nonfinite="error" needs checkify
     thresholds, rule_state = update_rule(rule, state.rule, norm, param_norms, options.name)
     chex.assert_shape(list(thresholds), plan.shape)
@@ -415,7 +422,7 @@ def _clip_step(
         strict=options.strict,
     )
     chex.assert_shape(list(by), plan.shape)  # f32[groups]
-    # Stacked so that a single operation slices the part of a leaf.
+    # Stacked to use a single operation for the slices of a leaf.
     operands = method.leaf_operands(by, thresholds.trigger.astype(by.ratio.dtype))
     columns = meshes.stack(operands)  # f32[operands, groups]
     parts = map(plan.placement.replicate, plan.slice_for_leaves(columns, leaves))

@@ -1,14 +1,16 @@
-"""Norms: computes the norms of groups over the whole range of the dtype.
+"""Measurements: computes norms and histograms of groups over all leaves and devices.
 
   leaves [...] (floating-point, complex or `BCOO`), Plan  ->  ScaledNorms f32[groups]
+                                                          ->  counts u32[names, 2, counts]
 
-Powers of elements leave the range of float32 long before norms do. On accelerators, a single pass
-over a leaf sums its powers at several scales, and the sum that neither overflowed nor underflowed
-is used. On CPU, a float32 norm uses a single sum in float64, whose range covers all scales. The
-sums are then added over the leaves of the groups, and over all devices in a single collective.
-There is no branch.
+Norms are computed over the whole range of the dtype, but powers of elements leave the range of
+float32 long before norms do. Therefore, a single pass over a leaf sums its powers at several scales
+on accelerators, and the sum that neither overflowed nor underflowed is used. On CPUs, a float32
+norm uses a single sum in float64, which covers the range of all scales. The sums are then added
+over the leaves of the groups, and over all devices in a single collective. There is no branch.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip._backend.exponent_counts as exponent_counts
 import optaxclip._backend.reductions as reductions
 from optaxclip._backend.elementwise import (
-    any_over_axes,
     dense_values,
     scale_by_real,
     select_keep_subnormals,
+    valid_mask,
 )
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
@@ -41,7 +44,7 @@ from optaxclip._base.numerics import (
     select,
     static_size_or_none,
 )
-from optaxclip._base.trees import get_stored_values, replace_values
+from optaxclip._base.trees import get_stored_values, is_sparse, replace_values
 from optaxclip._engine.plan import Plan
 from optaxclip.norms import Norm
 
@@ -54,7 +57,7 @@ class ScaledNorms(NamedTuple):
 
     Attributes:
       mantissa: From 1 to below 2, except for 0 and at the ends of the range.
-      divisor: The mantissa, or an upper bound of the exact one. It is 1 for a norm of 0.
+      divisor: The mantissa, or an upper bound of the exact mantissa. It is 1 for a norm of 0.
       scale: A power of two whose reciprocal is a normal number.
     """
 
@@ -77,11 +80,11 @@ class ScaledNorms(NamedTuple):
         scale = select(is_zero, 1, lax.clamp(tiny, floor_pow2_unclamped(norm), 1 / tiny)).astype(
             jnp.float32
         )
-        # A product, because `checkify` compares divisors with 0, which causes a warning about
-        # float64 (as of JAX 0.10.2).
+        # A product instead of a division, because `checkify` compares divisors with 0, which causes
+        # a warning about float64 (as of JAX 0.10.2).
         mantissa = norm * reciprocal_pow2(scale).astype(norm.dtype)
-        # Norms that are 0 or non-finite are never divisors, but derivatives are multiplied by their
-        # reciprocals. Replace them by 1.
+        # Norms that are 0 or non-finite are never used as divisors. However, derivatives are
+        # multiplied by their reciprocals, so they are replaced by 1.
         exact = select(is_zero | ~lax.is_finite(mantissa), 1, mantissa)
         nearest = divisor = exact.astype(jnp.float32)
         if from_above:
@@ -96,7 +99,7 @@ class ScaledNorms(NamedTuple):
 
     @property
     def upper_bound(self) -> Array:
-        """Upper bounds of the exact norms, if they were requested."""
+        """Upper bounds of the exact norms, if they were requested by `from_above`."""
         return self._times_scale(select(self.mantissa == 0, 0, self.divisor))
 
     def _times_scale(self, mantissa: Array) -> Array:
@@ -111,7 +114,7 @@ class ScaledNorms(NamedTuple):
 def measure(leaves: list[Any], plan: Plan, norm: Norm, *, from_above: bool = False) -> ScaledNorms:
     """Computes the norms of all groups over all devices, in float64 for 64-bit leaves.
 
-    With `from_above`, the norms also have upper bounds, which are valid despite rounding.
+    If `from_above` is True, the norms also have upper bounds, which are valid despite rounding.
     """
     dtype = norm_dtype([leaf.dtype for leaf in leaves])
     if leaves:
@@ -119,15 +122,15 @@ def measure(leaves: list[Any], plan: Plan, norm: Norm, *, from_above: bool = Fal
         dense = [dense_values(leaf, axes, dtype) for leaf, axes in with_axes]
         arrays, axes = zip(*dense, strict=True)
         norm_fn = _NormFn(plan, norm, dtype, _group_sizes(leaves, plan), axes, from_above)
-        # On shards, the norms need a single collective. The compiler might use several.
+        # On shards, the norms need a single collective. Otherwise, the compiler may use several.
         found = plan.placement.map_shards(norm_fn.differentiable())(list(arrays))
     else:
-        found = ScaledNorms.from_value(plan.zeros(dtype), 1.0)
+        found = ScaledNorms.from_value(jnp.zeros(plan.shape, dtype), 1.0)
     chex.assert_shape(list(found), plan.shape)
     chex.assert_type(list(found), dtype)
     if plan.grouping.layout == "scalar" or all(plan.grouping.has_leaves):
         return found
-    # Groups without leaves have the norm NaN, which no rule records.
+    # Groups without leaves have the norm NaN, because threshold rules ignore it.
     return found._replace(mantissa=select(plan.has_leaves(), found.mantissa, jnp.nan))
 
 
@@ -156,12 +159,13 @@ def mask_nonfinite(leaves: list[Any], plan: Plan) -> tuple[list[Any], Array]:
     """Sets non-finite elements to 0, and returns the groups that contained them, `bool[groups]`."""
 
     def find_bad_groups(leaves: list[Any]) -> Array:
-        with_axes = zip(leaves, plan.grouping.axes, strict=True)
-        bad = [
-            (any_over_axes(leaf, ~jnp.isfinite(get_stored_values(leaf)), axes).astype(jnp.int32),)
-            for leaf, axes in with_axes
-        ]
-        return plan.reduce_groups(bad, use_max=True)[0] > 0
+        parts = []
+        for leaf, axes in zip(leaves, plan.grouping.axes, strict=True):
+            bad = ~jnp.isfinite(get_stored_values(leaf))  # bool[...]
+            # The padding of a `BCOO` is not part of the leaf.
+            bad = jnp.any(bad & valid_mask(leaf)) if is_sparse(leaf) else jnp.any(bad, axes)
+            parts.append((bad.astype(jnp.int32),))
+        return plan.reduce_groups(parts, use_max=True)[0] > 0  # bool[groups]
 
     masked = []
     for leaf in leaves:
@@ -169,6 +173,49 @@ def mask_nonfinite(leaves: list[Any], plan: Plan) -> tuple[list[Any], Array]:
         x = select_keep_subnormals(jnp.isfinite(x), x, jnp.zeros_like(x))
         masked.append(replace_values(leaf, x))
     return masked, plan.placement.map_shards(find_bad_groups)(leaves)
+
+
+def compute_group_histograms(leaves: list[Any], plan: Plan, *, wide: bool) -> Array:
+    """Counts the elements of all groups by absolute value, over all devices.
+
+    The two words of a count are in the second axis of the result, u32[names, 2, counts]. In the
+    layout "dict", which can have very many groups, leaves are counted instead of groups. If `wide`
+    is True, the bin edges are those of float64.
+    """
+    grouping, groups = plan.grouping, plan.grouping.groups
+    trailing = (2, exponent_counts.num_counts(wide=wide))
+    shape = (len(grouping.names), *trailing)
+    if not leaves:
+        return jnp.zeros(shape, jnp.uint32)
+    counts_leaves = grouping.layout == "dict"
+    if counts_leaves:
+        groups = tuple(dataclasses.replace(group, shape=()) for group in groups)
+        # A leaf becomes a single group with all axes of the leaf.
+        all_axes = tuple(tuple(range(np.ndim(leaf))) for leaf in leaves)
+        grouping = dataclasses.replace(grouping, axes=all_axes, layout="vector")
+    # The plan of norms becomes a plan of counts, which have two more axes.
+    groups = tuple(dataclasses.replace(x, shape=(*x.shape, *trailing)) for x in groups)
+    plan = Plan(
+        dataclasses.replace(grouping, groups=groups),
+        plan.placement.with_trailing_axes(len(trailing), whole_leaves=counts_leaves),
+    )
+    dtype, in_one_piece = norm_dtype([x.dtype for x in leaves]), plan.placement.is_unsharded
+
+    def count_shard(leaves: list[Any]) -> Array:
+        parts = []
+        for leaf, axes in zip(leaves, grouping.axes, strict=True):
+            x, over = dense_values(leaf, axes, dtype)
+            size = math.prod([np.shape(leaf)[axis] for axis in axes])
+            counts = exponent_counts.counts_by_size(  # u32[..., 2, counts]
+                x, over, size, wide=wide, in_one_piece=in_one_piece
+            )
+            parts.append((counts,))
+        (totals,) = plan.reduce_groups(parts, add=exponent_counts.propagate_carry)
+        return lax.reshape(totals, shape)
+
+    histograms = plan.placement.map_shards(count_shard)(leaves)
+    chex.assert_shape(histograms, shape)
+    return histograms
 
 
 class _NormFn(NamedTuple):
@@ -191,9 +238,8 @@ class _NormFn(NamedTuple):
     def differentiable(self) -> Callable[[list[Array]], ScaledNorms]:
         """Returns `compute` with a rule that differentiates plain sums or maxima.
 
-        JAX differentiates plain sums in both modes on all platforms. The elements are divided by
-        constant powers of two near the norms, to keep derivatives of powers in range if the
-        derivatives of the norms are.
+        JAX can differentiate plain sums in both modes on all platforms. Their elements are divided
+        by constant powers of two near the norms, to keep the derivatives of powers in range.
         """
         compute = custom_jvp()(self.compute)
 
@@ -214,7 +260,7 @@ class _NormFn(NamedTuple):
 
     def compute(self, leaves: list[Array]) -> ScaledNorms:
         """Computes the norms with the fastest method of the platform."""
-        # Float64 has no wider dtype, and maxima need no scale.
+        # There is no dtype wider than float64, and maxima do not need scales.
         if (
             self.dtype != jnp.float32
             or self.norm.is_max
@@ -252,8 +298,8 @@ class _NormFn(NamedTuple):
         ]
         totals = self.plan.reduce_groups(sums)  # For each scale f32[groups].
         if self.plan.grouping.layout != "scalar":
-            # The barrier makes XLA on GPUs store the sums. Otherwise, it concatenates them again
-            # for each use (as of JAX 0.10.2).
+            # The barrier makes XLA on GPUs store the sums. Otherwise, XLA concatenates them again
+            # for all of their uses (as of JAX 0.10.2).
             totals = lax.optimization_barrier(totals)
         total, unit = select_in_range(totals)
         return ScaledNorms.from_value(self.finalize(total), unit)
@@ -314,8 +360,8 @@ class _NormFn(NamedTuple):
 def select_in_range(totals: reductions.ScaledSums) -> tuple[Array, Array]:
     """Selects the sums at a scale without overflow or lost summands.
 
-    Returns the sums and the powers of two by which to multiply the norms that are computed from
-    them, both f32[groups].
+    Returns the sums and powers of two, both f32[groups]. Norms that are computed from these sums
+    must be multiplied by the powers.
     """
     plain, *others = totals
     if not others:
@@ -332,7 +378,7 @@ def select_in_range(totals: reductions.ScaledSums) -> tuple[Array, Array]:
     return total, unit
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def _reduce_scaled(
     leaf: Array, by: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype

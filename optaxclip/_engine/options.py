@@ -1,4 +1,4 @@
-"""Keyword options that all transformations share: documentation and checks."""
+"""Keyword options that transformations share: documentation and checks."""
 
 import dataclasses
 import functools
@@ -27,12 +27,12 @@ class ShardingOptions(TypedDict, total=False):
     Attributes:
       axis_name: Inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
         the mapped axes over which all leaves are sharded. Inside `shard_map(check_vma=True)`, norms
-        are shared along all axes over which a leaf varies. If names are given, norms are only
-        shared along these axes, and devices along other axes have separate gradients.
-      specs: The sharding of the leaves, if their types do not contain it: a pytree prefix of the
+        are shared along all axes over which a leaf varies. You can then use `axis_name` to share
+        norms along some of these axes only, if devices along other axes have separate gradients.
+      specs: The sharding of the leaves if their types do not contain it: a pytree prefix of the
         gradients with `PartitionSpec`s or `NamedSharding`s. Use `PartitionSpec()` for replicated
-        leaves. Under `jit`, the norm then requires a single collective. Without `specs`, the
-        compiler might use several.
+        leaves. You can also use `specs` under `jit` to compute the norm with a single collective,
+        because the compiler may use several by default.
       name: The name of the transformation in messages and in `optaxclip.monitor`. Defaults to the
         name of the function.
     """
@@ -50,7 +50,7 @@ class TransformOptions(ShardingOptions, total=False):
         "mask" (non-finite elements 0, then clipped), or "error" (a `checkify` error with the names
         of the leaves). Defaults to "nan". Under `jit`, "error" must be used with
         `error, out = jax.jit(checkify.checkify(step))(*args)` and `error.throw()`. Note that
-        thresholds never use such norms.
+        thresholds never use non-finite norms.
       record: If True (the default), the state contains a record of the last step. If False, the
         state is an `optax.EmptyState`, and any state is accepted and returned unchanged. Note that
         `record=False` is an error if the threshold depends on earlier steps.
@@ -87,8 +87,8 @@ class ClipOptions(NormOptions, total=False):
 
     Attributes:
       known_norm: The name of an extra argument of the update that contains the norm of the incoming
-        tree, such as "grad_norm". The norm is then not computed. Defaults to None. Note that after
-        a stage that changes the gradients, a norm from before that stage would be wrong.
+        tree, such as "grad_norm". The norm is then not computed. Defaults to None. Note that it
+        must be the norm after all previous stages of the chain that change the gradients.
     """
 
     known_norm: str | None
@@ -109,8 +109,8 @@ _DEFAULTS: dict[str, Any] = {
 class Options:
     """The checked options of a transformation, see `ClipOptions`.
 
-    They are static under `jit`. `axis_names` and `specs` are ignored in comparisons, because steps
-    also receive the `LeafShardings` that follow from them, and because `specs` may be a dict.
+    They are static under `jit`. Comparisons ignore `axis_names` and `specs`, because steps also
+    receive the `LeafShardings` that follow from them, and because `specs` can be a dict.
     """
 
     norm: Norm
@@ -142,8 +142,8 @@ class Options:
             )
         if known_norm is not None and chosen["nonfinite"] == "mask":
             raise ValueError(
-                f"known_norm must be None with nonfinite='mask', which changes norms, got "
-                f"{known_norm!r}"
+                f"known_norm must be None with nonfinite='mask', got {known_norm!r}; use another "
+                "policy, because masking changes norms"
             )
         return cls(
             norm=as_norm(chosen["norm"]),
@@ -163,7 +163,7 @@ _DEFAULT_SECTIONS = {
   A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
   weak types of the gradients.""",
     "Raises": """Raises:
-  ValueError: If a threshold or an option is out of range or not a scalar, or a name is unknown.
+  ValueError: If a threshold or an option is out of range or not a scalar, or if a name is unknown.
   TypeError: If a threshold or an option is not a number.""",
 }
 
@@ -171,12 +171,9 @@ _DEFAULT_SECTIONS = {
 def document_options(options: type) -> Callable[[Function], Function]:
     """Decorates a function with `**options` to show the options in its signature and docstring.
 
-    `optax.inject_hyperparams` finds the options in the signature. If the docstring has no
-    "Returns" or "Raises", it gets the sections that most transformations share. The option `name`
-    defaults to the name of the function.
-
-    Args:
-      options: The class of the options, such as `ClipOptions`.
+    `optax.inject_hyperparams` uses this signature. If the docstring has no "Returns" or "Raises",
+    the sections that most transformations share are added. The option `name` defaults to the name
+    of the function.
     """
 
     def decorate(fn: Function) -> Function:

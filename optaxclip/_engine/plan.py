@@ -1,7 +1,7 @@
 """Plans: the groups of a step, the shardings of leaves, and the order in which norms are stored.
 
-Plans are static. The norms of all groups are stored in a single array, as are thresholds and
-factors. An operation on such an array is compiled once and needs few kernels.
+Plans are static. The norms of all groups are stored in a single array, and so are thresholds and
+factors. Therefore, operations on them are compiled once and only use a few kernels.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from optaxclip.scopes import Scope
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The groups and the shardings of the leaves; `leaf_names` are only used in messages."""
+    """The groups and the shardings of the leaves. `leaf_names` are only used in messages."""
 
     grouping: Grouping
     placement: LeafShardings
@@ -59,7 +59,7 @@ class Plan:
         return (sum(map(math.prod, self._shapes)),)
 
     def pack(self, arrays: Sequence[Array]) -> Array:
-        """Concatenates the arrays of the groups to an array of the shape `shape`."""
+        """Concatenates the arrays of the groups to an array with the shape `shape`."""
         ordered = [arrays[n] for n in self.order]
         chex.assert_shape(ordered, self._shapes)
         return ordered[0] if self.grouping.layout == "scalar" else ravel_and_concatenate(ordered)
@@ -83,7 +83,7 @@ class Plan:
         Args:
           parts: The sums of the leaves, for all scales.
           use_max: If True, computes maxima instead of sums.
-          add: Sums along the first axis. Defaults to `lax.reduce_sum`.
+          add: A function that sums along the first axis. Defaults to `lax.reduce_sum`.
         """
         groups = self.grouping.groups
         shapes = self.grouping.broadcast_to_leaves([group.shape for group in groups])
@@ -96,7 +96,7 @@ class Plan:
                 return jnp.zeros(group.shape, like[k].dtype)  # No leaf in this step.
             if len(group.leaf_indices) == 1:
                 return parts[group.leaf_indices[0]][k]
-            # A single operation, because XLA repeats a chain of additions for each use of its
+            # A single operation, because XLA repeats a chain of additions for all uses of its
             # result (as of JAX 0.10.2).
             members = meshes.stack([parts[i][k] for i in group.leaf_indices])  # [leaves, ...]
             if use_max:
@@ -104,15 +104,15 @@ class Plan:
             return add(members) if add else lax.reduce_sum(members, [0])
 
         sums = [self.pack([reduce_group(group, k) for group in groups]) for k in range(len(like))]
-        sums = self.placement.all_reduce(sums, use_max=use_max)  # One collective for all scales.
+        # One collective for all scales, f32[groups] per scale.
+        sums = self.placement.all_reduce(sums, use_max=use_max)
         chex.assert_shape(sums, self.shape)
         return tuple(sums)
 
     def slice_for_leaves(self, packed: Array, leaves: Sequence[Any]) -> list[Array]:
-        """Returns the part of `packed` for each measured leaf.
+        """Returns the parts of `packed` for the measured leaves, or for their shards.
 
-        Inside `shard_map`, it is the part for the shard of the leaf. Axes before the axis of groups
-        are kept.
+        Axes before the axis of groups are kept.
         """
         by_leaf = self.grouping.broadcast_to_leaves(self.unpack(packed))  # [..., *group.shape]
         return self.placement.local_slices(by_leaf, leaves, self.grouping.axes)
@@ -124,26 +124,19 @@ class Plan:
         return [(name, ()) for name in self.grouping.names]
 
     def broadcast_constants(self, numbers: Sequence[Any]) -> Any:
-        """Repeats the numbers of the groups to `[groups]`; returns a number if all are equal."""
+        """Repeats the numbers of the groups to `[groups]`, or returns a number if all are equal."""
         ordered = [numbers[n] for n in self.order]
         if len(set(ordered)) == 1:
             return ordered[0]
         sizes = list(map(math.prod, self._shapes))
         if all(isinstance(number, (int, float)) for number in ordered):
             return np.repeat(np.asarray(ordered, np.float64), sizes)  # [groups]
-        # In `jax.export`, numbers may be symbolic.
+        # Numbers may be symbolic in `jax.export`, which NumPy does not support.
         with_sizes = zip(ordered, sizes, strict=True)
         return jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, float), n) for x, n in with_sizes])
 
-    def zeros(self, dtype: jnp.dtype) -> Array:
-        """Returns packed zeros, without a concatenation."""
-        return jnp.zeros(self.shape, dtype)
-
     def has_leaves(self) -> Array:
-        """Returns the groups with leaves in this step, `bool[groups]`.
-
-        The group of the scope `tree` always counts as a group with leaves.
-        """
+        """Returns the groups with leaves in this step as `bool[groups]`, or True for a scalar."""
         groups, is_tree = self.grouping.groups, self.grouping.layout == "scalar"
         return self.pack([jnp.full(x.shape, bool(x.leaf_indices) or is_tree) for x in groups])
 
@@ -167,12 +160,7 @@ def make_plan(
 ) -> Plan:
     """Makes the plan of a tree, with empty groups for names in the state that the tree lacks.
 
-    Args:
-      flat: The tree.
-      scope: Groups the elements of the tree.
-      options: The options of the transformation.
-      state_names: The names of the groups in the state, if there is a state.
-      size: The number of groups in the state.
+    If there is a state, `state_names` must be the names of its groups, and `size` their number.
     """
     flat = flat if state_names is None else flat.match_name_style(state_names)
     grouping = apply_scope(scope, flat, options.sharding_hints)
@@ -187,7 +175,7 @@ def get_param_leaves(
 ) -> tuple[list[Any], Plan]:
     """Returns the parameters of the measured leaves, and the plan with their shardings.
 
-    The shardings of parameters may differ from those of the updates.
+    Note that parameters can be sharded differently than their updates.
     """
     flat_params = align_params(flat, params, options.name)
     placement = infer_shardings(plan.grouping, flat_params, options.sharding_hints)

@@ -1,10 +1,11 @@
-"""Inner products: computes the cosines of two trees, group by group, over the whole dtype range.
+"""Inner products: computes the cosines of the groups of two trees over the whole dtype range.
 
   leaves [...] of two trees, Plan  ->  InnerProducts f32[groups]
 
-Products are summed like squares: at several scales, over the leaves of groups and over devices, in
-one pass over both trees and a single collective. The two norms bound a sum of products, and thus
-determine the scale at which it neither overflowed nor underflowed. There is no branch.
+Products are summed like squares, at several scales, over the leaves of groups and over devices.
+This uses one pass over both trees and a single collective. The two norms bound a sum of products,
+and therefore determine the scale at which it neither overflowed nor underflowed. There is no
+branch.
 """
 
 import functools
@@ -41,7 +42,7 @@ _KnownNorms: TypeAlias = tuple[Array, Array | None]
 
 
 class InnerProducts(NamedTuple):
-    """Inner products of groups, divided by both norms, because they may leave the dtype range.
+    """Inner products of groups, divided by both norms, because they can leave the dtype range.
 
     Attributes:
       other_norm: The L2 norms of the second tree.
@@ -53,20 +54,16 @@ class InnerProducts(NamedTuple):
 
 
 def products(
-    leaves: list[Any],
-    others: list[Any],
-    plan: Plan,
-    norm: Array,
-    other_norm: Array | None = None,
+    leaves: list[Any], others: list[Any], plan: Plan, norm: Array, other_norm: Array | None = None
 ) -> InnerProducts:
-    """Computes the inner products of groups with the others, or the real parts if complex.
+    """Computes the inner products of the groups of two trees, or their real parts if complex.
 
-    The L2 norms of `leaves` must be known. The norms of `others` must be known if a leaf is a
-    `BCOO`, because the other leaf is only read where the `BCOO` has elements.
+    The L2 norms of `leaves` must be known. If a leaf is a `BCOO`, the norms of `others` must also
+    be known, because only those elements of the other leaf are used that the `BCOO` stores.
     """
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
     if not leaves:
-        zeros = plan.zeros(dtype)
+        zeros = jnp.zeros(plan.shape, dtype)
         return InnerProducts(zeros, zeros)
     rows = [
         pair_values(leaf, other, over, dtype)
@@ -84,8 +81,8 @@ def _differentiable(
 ) -> Callable[[_Pairs, _KnownNorms], InnerProducts]:
     """Returns `_compute_scaled` with a rule that differentiates plain sums.
 
-    In the rule, elements are divided by constant powers of two near the norms, to keep the
-    derivatives of sums in range.
+    The rule divides elements by constant powers of two near the norms, to keep the derivatives of
+    sums in range.
     """
 
     def prescale(
@@ -151,7 +148,7 @@ def _cosine(inner: reductions.ScaledSums, norm: Array, other_norm: Array) -> Arr
     bound = safe_sqrt(norm) * safe_sqrt(other_norm)  # f32[groups], the root of the product
     is_finite = jnp.isfinite(bound)
     is_high = bound > highest**0.5
-    # A norm that is too large to be multiplied can only occur with a very small other norm.
+    # A norm that is too large to be multiplied can only occur if the other norm is very small.
     is_scalable = lax.max(norm, other_norm) < float(jnp.finfo(plain.dtype).max) / step
     is_low = (bound < reductions.underflow_bound(plain.dtype) ** 0.5) & is_scalable
     total = select(is_high, down, select(is_low, up, plain))  # f32[groups]
@@ -178,7 +175,7 @@ def _compute_unscaled(
     return InnerProducts(other_norm, divide_no_nan(total, norm * other_norm, 0.0))
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames="axes")
 def _plain_sums(x: Array, y: Array, *, axes: tuple[int, ...]) -> reductions.ScaledSums:
     parts = zip(split_complex(x), split_complex(y), strict=False)

@@ -23,7 +23,7 @@ from optaxclip._engine.plan import Plan
 
 
 class _Row(NamedTuple):
-    """The results of a step for all groups; all arrays have the same shape and dtype."""
+    """The results of a step for all groups. All arrays have the same shape and dtype."""
 
     norm: Array
     threshold: Array
@@ -31,7 +31,7 @@ class _Row(NamedTuple):
     clipped: Array
     nonfinite: Array
     score: Any = None
-    """The severity of a group in the search for the worst group."""
+    """The severity of a group, which determines the worst group of a leaf."""
 
 
 def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> ClipInfo:
@@ -88,8 +88,8 @@ def update_info(
 def _worst_by_leaf(plan: Plan, row: _Row) -> _Row:
     """Reduces a row to the worst groups of the leaves, `[names]`.
 
-    The score is norm / threshold. NaN is the worst, then infinity, then a threshold of 0. The field
-    `clipped` becomes the fraction of clipped groups.
+    The score is norm / threshold. The worst norm is NaN, followed by infinity and by norms with a
+    threshold of 0. The field `clipped` becomes the fraction of clipped groups.
     """
     largest, dtype = jnp.finfo(row.norm.dtype).max, row.norm.dtype.type
     has_threshold = row.threshold > 0
@@ -105,7 +105,7 @@ def _worst_by_leaf(plan: Plan, row: _Row) -> _Row:
     # The result for leaves without groups.
     empty = _Row(*map(dtype, (0, jnp.inf, 1, 0, 0, -1)))
     reduced, start = [], 0
-    # All leaves of the same shape share a reduction, which limits the number of compiled kernels.
+    # All leaves with the same shape share a reduction, which saves compiled kernels.
     for shape, same_shape in itertools.groupby(plan.stored_groups, key=lambda group: group.shape):
         count, size = len(list(same_shape)), math.prod(shape)
         part = lax.slice_in_dim(stored, start, start + count * size, axis=1)
@@ -123,7 +123,7 @@ def _worse(one: _Row, other: _Row) -> _Row:
     """Selects the worse of two groups, and combines their flags."""
     # The larger norm wins if scores are equal, so the result does not depend on the order.
     is_worse = (one.score > other.score) | ((one.score == other.score) & (one.norm >= other.norm))
-    # With the policy "mask", a group with non-finite elements need not be the worst.
+    # For example, a group with non-finite elements may not be the worst if the policy is "mask".
     return jax.tree.map(functools.partial(lax.select, is_worse), one, other)._replace(
         clipped=one.clipped + other.clipped, nonfinite=jnp.maximum(one.nonfinite, other.nonfinite)
     )

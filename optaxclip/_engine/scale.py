@@ -15,12 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._backend.elementwise import (
-    divide_each,
-    map_stored_values,
-    scale_and_round,
-    select_keep_subnormals,
-)
+from optaxclip._backend.elementwise import divide_each, scale_and_round, select_keep_subnormals
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -33,13 +28,14 @@ from optaxclip._base.numerics import (
     reciprocal_pow2,
     select,
 )
+from optaxclip._base.trees import is_sparse, replace_values
 from optaxclip._base.types import NonFinite
 from optaxclip._engine.measure import ScaledNorms
 from optaxclip.responses import Response
 
 
 class Multiplier(NamedTuple):
-    """Factors of groups as products of two numbers, because they may leave the range of the dtype.
+    """Factors of groups as products of two numbers, because they can leave the range of the dtype.
 
     If both numbers are 1, the group is returned unchanged.
 
@@ -60,10 +56,9 @@ class Multiplier(NamedTuple):
 
 @runtime_checkable
 class ExactFactor(Protocol):
-    """A response that also computes factors.
+    """A response that also computes factors, which are used instead of quotients of norms.
 
-    They are used instead of quotients of norms, unless a factor or its derivative is not a normal
-    number.
+    However, quotients are used if a factor or its derivative is not a normal number.
     """
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
@@ -71,7 +66,7 @@ class ExactFactor(Protocol):
         ...
 
 
-# Jitted so that norms of equal shapes share one trace.
+# Jitted to share one trace between norms of equal shapes.
 @functools.partial(jax.jit, static_argnames=("response", "nonfinite", "strict"))
 def compute_multiplier(
     measured: ScaledNorms,
@@ -88,10 +83,10 @@ def compute_multiplier(
       measured: The norms.
       trigger: The norms above which groups are changed.
       target: The norms to reach. Groups with an infinite target are unchanged.
-      response: Computes the new norms from these three arrays. For non-finite groups and groups
-        with an infinite target, it receives ones.
+      response: A function that computes the new norms from these three arrays. It receives ones for
+        non-finite groups and groups with an infinite target.
       nonfinite: The policy for groups with non-finite norms.
-      strict: If True, rounding does not increase a group above its new norm. `measured` must then
+      strict: If True, rounding never increases a group above its new norm. `measured` must then
         contain upper bounds.
     """
     chex.assert_equal_shape([*measured, trigger, target])
@@ -125,8 +120,8 @@ def compute_multiplier(
         exact = where_active(response.factor(old, trigger, target))
         exact = jnp.where(exact == 1, exact, exact * safety_factor)
         ratio, unit = jnp.where(is_normal, exact, ratio), jnp.ones_like(size)
-    # Divisions are the last operations, because XLA stores their results, but repeats cheaper
-    # operations, such as products with a reciprocal, for each leaf (as of JAX 0.10.2).
+    # Divisions are the last operations, because XLA stores their results. It would repeat cheaper
+    # operations such as products with a reciprocal for all leaves (as of JAX 0.10.2).
     dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
     divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, unit, 1))
     power, ratio = divide_each(dividends, divisors)
@@ -154,22 +149,23 @@ def scale(
     """Multiplies a leaf by the multiplier of its group.
 
     Args:
-      leaf: A floating-point or complex array, or a `BCOO`, whose stored values are multiplied.
+      leaf: A floating-point or complex array, or a `BCOO`, for which the stored values are scaled.
       multiplier: The two fields of a `Multiplier`, in a sequence or stacked in an array. If both
         are 1, elements are unchanged. If there is a third array, only elements are unchanged whose
         absolute value is at most the value in that array.
       axes: The axes of the leaf that the multiplier lacks.
-      strict: If True, rounding to a narrow dtype does not increase absolute values.
+      strict: If True, rounding to a narrow dtype never increases absolute values.
       zero_nonfinite: If True, a ratio of 0 sets elements to 0 even if they are non-finite.
     """
-    return map_stored_values(
-        functools.partial(_scale_leaf, by=multiplier, strict=strict, zero_nonfinite=zero_nonfinite),
-        leaf,
-        axes,
-    )
+    options = {"strict": strict, "zero_nonfinite": zero_nonfinite}
+    if not is_sparse(leaf):
+        return _scale_leaf(leaf, by=multiplier, axes=axes, **options)
+    # All stored values of a `BCOO` are in one group.
+    all_axes = tuple(range(leaf.data.ndim))
+    return replace_values(leaf, _scale_leaf(leaf.data, by=multiplier, axes=all_axes, **options))
 
 
-# Jitted so that leaves with equal shapes and dtypes share one trace.
+# Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "strict", "zero_nonfinite"))
 def _scale_leaf(
     x: Array,
@@ -197,17 +193,17 @@ def _scale_leaf(
         modulus, bound = promote_dtypes([modulus, *max_unchanged])
         is_unchanged = modulus <= bound  # bool[...]
     else:
-        # `lax`, because operators are nested calls for each leaf (as of JAX 0.10.2).
+        # `lax`, because operators would add nested calls for all leaves (as of JAX 0.10.2).
         one = power.dtype.type(1)
         is_unchanged = lax.bitwise_and(lax.eq(power, one), lax.eq(ratio, one))  # bool[] or [...]
-    # A select, because a product with 1 may flush subnormal numbers to 0.
+    # A select, because products with 1 may flush subnormal numbers to zero.
     return match_weak_type(select_keep_subnormals(is_unchanged, x, scaled), x)
 
 
 def _multiply_in_float32(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
     wide, power, ratio = promote_dtypes([wide, power, ratio])
-    # The power first, because the product with it is exact.
+    # The power is first, because its product is exact.
     product = multiply(multiply(wide, power), ratio)
     if product.dtype == x.dtype:
         return product
@@ -218,17 +214,20 @@ def _multiply_in_float32(x: Array, power: Array, ratio: Array, *, strict: bool) 
 def _round_toward_zero(x: Array, dtype: jnp.dtype) -> Array:
     """Rounds elements toward zero to numbers of `dtype`, without converting them.
 
-    Rounding to nearest, and then decreasing elements that became larger, would be wrong. In such a
-    comparison, XLA replaces an element that is converted back and forth by the element itself (on
-    an H100, as of JAX 0.11.2). The derivative is the identity, as for other roundings in JAX.
+    Rounding to the nearest number and then decreasing elements that became larger would be wrong.
+    XLA would replace an element that is converted back and forth by the element itself, so it would
+    never appear to be larger (on an H100, as of JAX 0.11.2). The derivative is the identity, as for
+    all roundings in JAX.
     """
     info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
     if info.nexp == wide.nexp:
-        # Both dtypes have the same exponents, even for subnormal numbers. Set the last bits to 0.
+        # Both dtypes have the same exponents, even for subnormal numbers, so only the last bits of
+        # the mantissa must be set to 0.
         integer = jnp.dtype(f"uint{wide.bits}").type
         mask = integer(2**wide.bits - 2 ** (wide.nmant - info.nmant))
         rounded = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & mask, x.dtype)
     else:
+        # The narrow dtype has fewer exponents, so its subnormal numbers have a fixed distance.
         smallest, largest = x.dtype.type(info.smallest_normal), x.dtype.type(info.max)
         unit = jnp.maximum(floor_pow2_unclamped(jnp.abs(x)), smallest) * float(info.eps)
         rounded = lax.clamp(-largest, jnp.trunc(x * reciprocal_pow2(unit)) * unit, largest)

@@ -8,10 +8,14 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-import optaxclip._backend.memory as memory
 import optaxclip._backend.meshes as meshes
 import optaxclip.scopes as scopes
-from optaxclip._backend.global_view import Transformation, global_view, transformation
+from optaxclip._backend.global_view import (
+    Transformation,
+    global_view,
+    put_on_device,
+    transformation,
+)
 from optaxclip._base.numerics import saturating_cast
 from optaxclip._base.state import StaticNames, check_state, register_state, safe_increment
 from optaxclip._base.trees import flatten
@@ -155,7 +159,7 @@ def events(
 
     def init(params: PyTree) -> EventsState:
         # In eager mode, zeros_like fails for arrays in another memory (as of JAX 0.10.2).
-        inner_state = inner.init(memory.put_on_device(params))
+        inner_state = inner.init(put_on_device(params))
         sources, names = _find_sources(inner_state, name), StaticNames()
         # The record of a skip in `MultiSteps` does not show the steps at which the skip ran.
         for _, sums in iter_states(inner_state, (optax.MultiStepsState,)):

@@ -27,7 +27,7 @@ from optaxclip._base.state import (
 from optaxclip._base.trees import dtype_of, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._base.validation import check_choice, check_int, validate_call
-from optaxclip._engine.exponent_histogram import compute_group_histograms
+from optaxclip._engine.measure import compute_group_histograms
 from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import Plan, get_param_leaves, make_plan
 from optaxclip.monitor._find_states import (

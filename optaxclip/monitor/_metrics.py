@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-import optaxclip._backend.memory as memory
 import optaxclip._backend.meshes as meshes
+from optaxclip._backend.global_view import put_on_device
 from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip._base.validation import check_bool, check_int, short_repr
 from optaxclip.monitor._find_states import (
@@ -216,7 +216,7 @@ def metrics(
     """
     states, labels, on_device = _collect(opt_state, prefix, since, top, per_group, "metrics")
     # The arrays can be in the memory of the host, for example with an offloaded optimizer state.
-    records, earlier, rates = memory.put_on_device(on_device)
+    records, earlier, rates = put_on_device(on_device)
     summaries = {
         name: _summarize_on_device(
             record, earlier.get(name, {}), with_labels=bool(labels[name]), top=top

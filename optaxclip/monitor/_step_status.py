@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import Array
 
-import optaxclip._backend.memory as memory
+from optaxclip._backend.global_view import put_on_device
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._base.validation import check_int
 from optaxclip.monitor._find_states import (
@@ -84,18 +84,18 @@ def _flags(tree: PyTree) -> Iterator[Array]:
     kinds = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
     for _, state in iter_states(tree, kinds):
         if isinstance(state, SkipState):
-            yield memory.put_on_device(unbox(state.info.factor)) > 0
+            yield put_on_device(unbox(state.info.factor)) > 0
         elif isinstance(state, optax.ApplyIfFiniteState):
             # A step that `apply_if_finite` rejects does not reach the skips inside it.
-            was_run = memory.put_on_device(unbox(state.last_finite))
+            was_run = put_on_device(unbox(state.last_finite))
             yield from (flag & was_run for flag in _flags(state.inner_state))
         else:
             # While `MultiSteps` accumulates microbatches, the skips inside it keep their record of
             # the previous batch.
-            is_accumulating = memory.put_on_device(unbox(state.mini_step)) > 0
+            is_accumulating = put_on_device(unbox(state.mini_step)) > 0
             yield from (flag | is_accumulating for flag in _flags(state.inner_opt_state))
             if isinstance(state.skip_state, Mapping) and "should_skip" in state.skip_state:
-                yield ~memory.put_on_device(unbox(state.skip_state["should_skip"]))
+                yield ~put_on_device(unbox(state.skip_state["should_skip"]))
 
 
 StepStatus: TypeAlias = Literal["ok", "skipped", "roll back"]
@@ -281,4 +281,4 @@ def loss_scale(opt_state: PyTree) -> Array:
             f"{len(found)} in {describe_tree(opt_state)}; wrap the optimizer in scale_loss and "
             "pass its state, a TrainState or an nnx.Optimizer"
         )
-    return round_to_pow2(memory.put_on_device(unbox(found[0].loss_scale)))
+    return round_to_pow2(put_on_device(unbox(found[0].loss_scale)))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip._base.host import ArrayLike
+from optaxclip._base.types import HostArrayLike
 from optaxclip._base.validation import did_you_mean, short_repr
 from optaxclip.monitor import Histogram
 from optaxclip.plots.style import (
@@ -60,9 +60,9 @@ HEATMAP_STYLES = {
 
 
 def heatmap(
-    values: ArrayLike,
+    values: HostArrayLike,
     names: Sequence[str] | None = None,
-    steps: ArrayLike | None = None,
+    steps: HostArrayLike | None = None,
     ax: "Axes | None" = None,
     *,
     stat: str = "norm",

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optaxclip._base.host import ArrayLike
 from optaxclip._base.numerics import is_real
+from optaxclip._base.types import HostArrayLike
 from optaxclip._base.validation import short_repr
 from optaxclip.plots.style import (
     COLORS,
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-Curves = Mapping[str, ArrayLike]
+Curves = Mapping[str, HostArrayLike]
 ORANGE, BLUE, PALE_ORANGE = COLORS[0], COLORS[1], COLORS[5]
 NUM_BINS = 50
 
 
-def loss_curves(losses: Curves, steps: ArrayLike | None = None, ax: "Axes | None" = None) -> "Axes":
+def loss_curves(
+    losses: Curves, steps: HostArrayLike | None = None, ax: "Axes | None" = None
+) -> "Axes":
     """Draws the losses of runs over the steps.
 
     The axis ends slightly above the largest initial loss because a diverged run would flatten the
@@ -65,7 +67,7 @@ def loss_curves(losses: Curves, steps: ArrayLike | None = None, ax: "Axes | None
 
 def norm_curves(
     norms: Curves,
-    steps: ArrayLike | None = None,
+    steps: HostArrayLike | None = None,
     threshold: float | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
@@ -107,9 +109,9 @@ def norm_curves(
 
 
 def norms_over_steps(
-    norms: ArrayLike | Suggestion,
-    threshold: ArrayLike | None = None,
-    steps: ArrayLike | None = None,
+    norms: HostArrayLike | Suggestion,
+    threshold: HostArrayLike | None = None,
+    steps: HostArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
     """Draws the norms of one run on a logarithmic axis, and marks norms above a threshold.
@@ -291,7 +293,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
 
 
 def _check_runs(
-    series: Curves, steps: ArrayLike | None, name: str
+    series: Curves, steps: HostArrayLike | None, name: str
 ) -> dict[str, tuple[Numbers, Numbers]]:
     """Returns the steps and the values of runs."""
     if not isinstance(series, Mapping):

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optaxclip._base.host import ArrayLike
-from optaxclip._base.optional_imports import install_command
-from optaxclip._base.validation import short_repr
+from optaxclip._base.types import HostArrayLike
+from optaxclip._base.validation import install_command, short_repr
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +44,9 @@ def new_axes(ax: "Axes | None") -> "Axes":
     return plt.subplots(layout="constrained")[1]
 
 
-def check_series(values: ArrayLike, steps: ArrayLike | None, name: str) -> tuple[Numbers, Numbers]:
+def check_series(
+    values: HostArrayLike, steps: HostArrayLike | None, name: str
+) -> tuple[Numbers, Numbers]:
     """Returns the steps and the values of a line, `[n]`. Messages refer to the values by `name`."""
     try:
         y = np.asarray(values, np.float64)  # [n]
@@ -62,7 +63,7 @@ def check_series(values: ArrayLike, steps: ArrayLike | None, name: str) -> tuple
     return check_steps(steps, len(y), name), y
 
 
-def check_steps(steps: ArrayLike | None, number: int, name: str) -> Numbers:
+def check_steps(steps: HostArrayLike | None, number: int, name: str) -> Numbers:
     """Returns the steps `[number]`, which default to 0, 1, ..."""
     x = np.arange(number) if steps is None else np.asarray(steps)
     if x.shape != (number,):
@@ -117,7 +118,7 @@ def plot_line(ax: "Axes", x: Numbers, y: Numbers, style: str = "-", **look: Any)
     return ax.plot(x, y, style, **look)[0]
 
 
-def mark_off_scale(ax: "Axes", x: ArrayLike, **look: Any) -> None:
+def mark_off_scale(ax: "Axes", x: HostArrayLike, **look: Any) -> None:
     """Draws crosses at the upper edge of the axes, even if their limits change later."""
     from matplotlib.transforms import Bbox, TransformedBbox
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from optaxclip._backend.elementwise import stored_as_entries, valid_mask
+from optaxclip._backend.elementwise import coalesce_values, valid_mask
 from optaxclip._backend.global_view import Transformation, global_view, stateless, transformation
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -256,7 +256,7 @@ def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
     if not is_sparse(leaf) or leaf.unique_indices:
         return replace_values(leaf, match_weak_type(_clamp_array(x, low, high), x))
     is_exact = jnp.issubdtype(x.dtype, jnp.integer)
-    sums, is_first = stored_as_entries(leaf, x.dtype if is_exact else accumulation_dtype(x.dtype))
+    sums, is_first = coalesce_values(leaf, x.dtype if is_exact else accumulation_dtype(x.dtype))
     # [stored], where values with equal indices contain the sum of these values
     element = sums if is_exact else saturating_cast(sums, x.dtype)
     bounded = _clamp_array(element, low, high)

@@ -15,9 +15,13 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
-import optaxclip._backend.memory as memory
 from optaxclip._backend.elementwise import scale_by_real
-from optaxclip._backend.global_view import Transformation, global_view, transformation
+from optaxclip._backend.global_view import (
+    Transformation,
+    global_view,
+    put_on_device,
+    transformation,
+)
 from optaxclip._base.numerics import (
     floor_pow2,
     is_real,
@@ -158,7 +162,7 @@ def scale_loss(
         return LossScaleState(
             loss_scale=jnp.array(initial, jnp.float32),
             good_steps=jnp.zeros((), jnp.int32),
-            skip=skip.init(_upcast_params(memory.put_on_device(params))),
+            skip=skip.init(_upcast_params(put_on_device(params))),
         )
 
     def update(

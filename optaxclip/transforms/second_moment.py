@@ -13,11 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._backend.memory as memory
 import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
 from optaxclip._backend.elementwise import coalesce_values
-from optaxclip._backend.global_view import Transformation, global_view, transformation
+from optaxclip._backend.global_view import (
+    Transformation,
+    global_view,
+    template_on_device,
+    transformation,
+)
 from optaxclip._base.numerics import (
     accumulation_dtype,
     cast_elements,
@@ -86,7 +90,7 @@ def zero_moments(flat: FlatTree, *, real_only: bool = False) -> PyTree:
     for i, leaf in zip(flat.inexact_indices, flat.inexact_leaves(), strict=True):
         # The averages are sharded like the leaves, but always in device memory.
         dtype = wide_dtype(jnp.result_type(leaf), real=real_only)
-        leaves[i] = jnp.zeros_like(memory.template_on_device(leaf), dtype=dtype)
+        leaves[i] = jnp.zeros_like(template_on_device(leaf), dtype=dtype)
     return jax.tree_util.tree_unflatten(flat.treedef, leaves)
 
 
@@ -177,7 +181,7 @@ class _ClipElementsAbove(ClipMethod):
         if not is_sparse(leaf) or leaf.unique_indices:
             return super().apply(leaf, columns, axes, options)
         power, ratio, threshold = columns  # [groups of the leaf]
-        is_at_most = jnp.abs(coalesce_values(leaf, threshold.dtype)) <= threshold
+        is_at_most = jnp.abs(coalesce_values(leaf, threshold.dtype)[0]) <= threshold
         # [3, stored], with a threshold of infinity for unchanged values
         by: Any = [jnp.broadcast_to(x, is_at_most.shape) for x in (power, ratio)]
         by.append(jnp.where(is_at_most, jnp.inf, -1).astype(threshold.dtype))

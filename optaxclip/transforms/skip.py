@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-import optaxclip._backend.memory as memory
 import optaxclip._backend.meshes as meshes
 import optaxclip.scopes as scopes
-from optaxclip._backend.global_view import Transformation, transformation
+from optaxclip._backend.global_view import Transformation, put_on_device, transformation
 from optaxclip._backend.skip_step import select_results, skip_step
 from optaxclip._base.state import (
     StaticNames,
@@ -130,7 +129,7 @@ def skip_wrapper(
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
         # In eager mode, JAX cannot make zeros like an array in another memory (as of JAX 0.10.2).
-        inner_state = inner.init(memory.put_on_device(params))
+        inner_state = inner.init(put_on_device(params))
         _warn_if_all_are_clips(inner_state, name)
         if check == "updates":
             _refuse_accumulators(inner_state, name)

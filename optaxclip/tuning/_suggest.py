@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optaxclip._base.host import ArrayLike
+from optaxclip._base.types import HostArrayLike
 from optaxclip._base.validation import short_repr, validate_call, warn
 from optaxclip.transforms.adaptive import clip_by_window_norm, zclip
 from optaxclip.tuning._levels import FAR, Flags, Floats, Regime, Shape, analyze, running_median
@@ -204,7 +204,7 @@ def _replay(gradients: Any, *, make: Callable[[], optax.GradientTransformation])
 
 
 @validate_call()
-def suggest(norms: ArrayLike, steps: ArrayLike | None = None) -> Suggestion:
+def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggestion:
     """Suggests a threshold that leaves ordinary gradients unchanged and clips spikes.
 
     The level is a running median of the logarithms over a twelfth of the run, and the scale is the
@@ -286,7 +286,7 @@ def suggest(norms: ArrayLike, steps: ArrayLike | None = None) -> Suggestion:
     )
 
 
-def _check_norms(norms: ArrayLike) -> Floats:
+def _check_norms(norms: HostArrayLike) -> Floats:
     if isinstance(norms, str | os.PathLike):
         raise TypeError(
             f"norms must be an array, got the path {str(norms)!r}; "

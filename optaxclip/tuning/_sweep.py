@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.host import ArrayLike
-from optaxclip._base.types import PyTree
+from optaxclip._base.types import HostArrayLike, PyTree
 from optaxclip._base.validation import check_int, short_repr, validate_call
 from optaxclip.ops import global_norm
 
@@ -71,10 +70,10 @@ class SweepResult:
 def sweep(
     init_fn: InitFn,
     step_fn: StepFn,
-    thresholds: ArrayLike,
+    thresholds: HostArrayLike,
     steps: int,
     *,
-    key: ArrayLike,
+    key: HostArrayLike,
     data: PyTree,
 ) -> SweepResult:
     """Trains the same model with many thresholds at once, and names the best of them.

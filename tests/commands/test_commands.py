@@ -7,7 +7,7 @@ import pytest
 
 import optaxclip
 import optaxclip.__main__ as command_line
-import optaxclip._base.optional_imports as optional_imports
+import optaxclip._base.validation as validation
 from optaxclip.__main__ import main
 
 
@@ -34,19 +34,19 @@ def test_main_names_missing_packages(capsys, monkeypatch):
     printed = capsys.readouterr()
     assert (stopped.value.code, printed.out) == (2, "")
     (line,) = printed.err.splitlines()
-    assert f"needs pandas: {optional_imports.install_command('logs')}" in line
+    assert f"needs pandas: {validation.install_command('logs')}" in line
 
 
 def test_remedy_installs_checkout(tmp_path, monkeypatch):
     """The index may not have the package, and the package need not be installed."""
-    monkeypatch.setattr(optional_imports, "REPO_ROOT", tmp_path)
-    assert optional_imports.install_command("plot") == 'pip install "optaxclip[plot]"'
+    monkeypatch.setattr(validation, "REPO_ROOT", tmp_path)
+    assert validation.install_command("plot") == 'pip install "optaxclip[plot]"'
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
-    assert optional_imports.install_command("plot") == 'pip install "optaxclip[plot]"'
+    assert validation.install_command("plot") == 'pip install "optaxclip[plot]"'
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "optaxclip"\n')
-    assert optional_imports.install_command("plot") == f'pip install "{tmp_path}[plot]"'
+    assert validation.install_command("plot") == f'pip install "{tmp_path}[plot]"'
     monkeypatch.chdir(tmp_path)
-    assert optional_imports.install_command("plot") == 'pip install ".[plot]"'
+    assert validation.install_command("plot") == 'pip install ".[plot]"'
 
 
 def test_main_is_quiet_after_interrupt(capsys, monkeypatch):

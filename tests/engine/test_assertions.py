@@ -91,7 +91,7 @@ def noisy(tree):
 # The ends of functions over trees: what a slip is made in, which, and a call.
 ENDS = {
     "ops, shapes": (ops, "clip_tree", lambda x: (jax.tree.map(longer, x[0]), x[1])),
-    "ops, dtypes": (ops.memory, "put_leaves", lambda tree: jax.tree.map(jnp.float16, tree)),
+    "ops, dtypes": (ops, "put_leaves", lambda tree: jax.tree.map(jnp.float16, tree)),
     "ops, norm": (ops, "group_norms", jnp.atleast_1d),
     "sums, shapes": (batched_clip, "compute_weighted_sums", lambda leaves: [*map(longer, leaves)]),
     "sums, dtypes": (batched_clip, "compute_weighted_sums", each_half),

@@ -11,11 +11,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optaxclip._backend.kernels as kernels
-import optaxclip._backend.memory as memory
 import optaxclip._backend.meshes as meshes_lib
 import optaxclip._backend.reductions as reductions
 from optaxclip import norms
-from optaxclip._backend.global_view import MeshSharding
+from optaxclip._backend.global_view import (
+    MeshSharding,
+    memory_spaces,
+    move_to_device_memory,
+    put_on_device,
+    template_on_device,
+)
 from optaxclip._base.validation import validate_call
 from optaxclip._engine.options import Options, ShardingOptions, document_options
 
@@ -128,22 +133,22 @@ def test_options_decorator_accepts_function_without_docstring():
 def test_memory_moves_arrays_to_device_and_back():
     x, host = jnp.ones(2), jax.memory.Space.Host
     away = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-    assert memory.memory_spaces({"a": away, "b": x, "c": 3.0}) == [host, None, None]
-    here = memory.put_on_device({"a": away, "b": x})
-    assert memory.memory_spaces(here) == [None, None]
+    assert memory_spaces({"a": away, "b": x, "c": 3.0}) == [host, None, None]
+    here = put_on_device({"a": away, "b": x})
+    assert memory_spaces(here) == [None, None]
     assert here["b"] is x
-    template = memory.template_on_device(away)
+    template = template_on_device(away)
     assert (template.shape, template.sharding.memory_kind) == ((2,), x.sharding.memory_kind)
-    assert memory.template_on_device(x) is x
+    assert template_on_device(x) is x
     seen = []
-    jax.jit(lambda *arrays: seen.append(memory.memory_spaces(arrays)))(away, x, jax.random.key(0))
+    jax.jit(lambda *arrays: seen.append(memory_spaces(arrays)))(away, x, jax.random.key(0))
     assert seen == [[host, None, None]]
-    arguments, back = memory.move_to_device_memory({"a": away}, {"b": x}, None)
-    assert memory.memory_spaces(arguments) == [None, None]
+    arguments, back = move_to_device_memory({"a": away}, {"b": x}, None)
+    assert memory_spaces(arguments) == [None, None]
     results = back({"a": x}, {"b": x}, 5)
-    assert memory.memory_spaces(results) == [host, None, None]
+    assert memory_spaces(results) == [host, None, None]
     assert results[2] == 5
-    trees, back = memory.move_to_device_memory({"a": x})
+    trees, back = move_to_device_memory({"a": x})
     assert trees[0]["a"] is x
     assert back(away) == (away,)
 

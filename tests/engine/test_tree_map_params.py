@@ -186,7 +186,7 @@ def test_lost_names_error_restores_names():
 def test_missing_or_unknown_groups_require_names():
     tx = optaxclip.clip_by_norm(1.0)
     mapped = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
-    with pytest.raises(ValueError, match="the state must have the names of its 3 groups"):
+    with pytest.raises(ValueError, match="state must have the names of its 3 groups"):
         tx.update(GRADS | {"v": None}, mapped)
     with pytest.raises(ValueError, match=r"passed to init, got the new groups \['u'\]"):
         tx.update(GRADS | {"u": jnp.ones(1)}, tx.init(PARAMS))

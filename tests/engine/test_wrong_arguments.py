@@ -137,9 +137,7 @@ def test_vmap_axis_name_in_tracked_region_raises():
             jax.shard_map(over_rows, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
         )(jnp.ones((3, 4)))
 
-    with pytest.raises(
-        ValueError, match=r"axis_name must .* got \['rows'\].* pass check_vma=False"
-    ):
+    with pytest.raises(ValueError, match=r"axis_name must .* got \['rows'\].* use check_vma=False"):
         clipped("rows", check_vma=True)
     found = clipped(("rows", "x"), check_vma=False)
     np.testing.assert_allclose(found, np.full((3, 4), 12**-0.5), rtol=1e-6)
@@ -223,7 +221,7 @@ WHOLE = {"a": jnp.arange(3), "b": np.array([True])}
 )
 def test_tree_without_float_leaves_warns(clip):
     with pytest.warns(
-        UserWarning, match="must have floating-point leaves, got .* 'int32'"
+        UserWarning, match="must have floating-point leaves to be clipped, got .* 'int32'"
     ) as warned:
         clip(WHOLE)
     assert warned[0].filename == __file__

@@ -97,13 +97,13 @@ def test_iterators_in_place_of_gradients_are_refused(name):
         states.append(None)
     for state in states:
         for make in ITERATORS.values():
-            with pytest.raises(TypeError, match=r"^updates must be a .*; pass a list or a dict"):
+            with pytest.raises(TypeError, match=r"^updates must be a .*; use a list or a dict"):
                 tx.update(make(), state, PARAMS)
 
 
 @pytest.mark.filterwarnings("ignore:Python iterable type:DeprecationWarning")  # of JAX 0.10.2
 def test_skips_check_gradients_before_optimizers():
-    adam, said = optax.adam(1e-3), r"^updates must be a pytree of arrays, .*; pass a list or a dict"
+    adam, said = optax.adam(1e-3), r"^updates must be a pytree of arrays, .*; use a list or a dict"
     skips = [optaxclip.skip_nonfinite(adam), skip_above(adam, 1.0)]
     for tx in [*skips, skip_above(adam, 1.0, check="updates"), optaxclip.scale_loss(adam)]:
         with pytest.raises(TypeError, match=said):

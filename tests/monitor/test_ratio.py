@@ -75,5 +75,5 @@ def test_record_ratio_requires_params():
         ValueError, match=r"moves: .*\['ratio'\], got None; use update\(updates, state, params\)"
     ):
         tx.update(UPDATES, tx.init(PARAMS))
-    with pytest.raises(ValueError, match=r"moves: params must match.*'w'.*got no such leaf"):
+    with pytest.raises(ValueError, match=r"moves: params must have a leaf 'w' .*got no such leaf"):
         tx.update(UPDATES, tx.init(PARAMS), {"b": PARAMS["b"], "v": PARAMS["v"]})
