@@ -57,8 +57,12 @@ TYPE_ERRORS = {
     r"three values \(state, loss, norm\), got one ShapeDtypeStruct": lambda: swept(
         step=lambda p, _, __: p
     ),
-    "a state with the types of its argument": lambda: swept(step=lambda p, _, __: (p[:2], ZERO, ZERO)),
-    "a state with the types of its argument, .*": lambda: swept(step=lambda p, _, __: ((p,), ZERO, ZERO)),
+    "a state with the types of its argument": lambda: swept(
+        step=lambda p, _, __: (p[:2], ZERO, ZERO)
+    ),
+    "a state with the types of its argument, .*": lambda: swept(
+        step=lambda p, _, __: ((p,), ZERO, ZERO)
+    ),
     r"scalar loss.*shapes \(3,\)": lambda: swept(step=lambda p, _, __: (p, p, ZERO)),
     r"a norm with at most one axis.* shapes \(\) and \(1, 3\)": lambda: swept(
         step=lambda p, _, __: (p, p[0], p[None])

@@ -18,7 +18,7 @@ from optaxclip._engine.clip import make_clip, scope_norms
 from optaxclip._engine.options import Options
 from optaxclip.accumulate.loss import DataSharding
 from optaxclip.thresholds._constant import check_threshold
-from optaxclip.transforms.rule_evaluation import evaluate_rule
+from optaxclip.transforms.skip import evaluate_rule
 
 NAME = "accumulate.value_and_grad"
 NONFINITE = "nonfinite"
