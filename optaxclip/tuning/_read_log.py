@@ -110,6 +110,7 @@ def read_log(
             return _read_events(path, column)
         if path.suffix == ".npy":
             return pd.Series(np.load(path), name=path.stem, dtype=np.float64)
+        # PowerShell writes UTF-16 with a byte order mark.
         data = path.read_bytes()
         encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
         text = data.decode(encoding, errors="replace")
@@ -123,6 +124,7 @@ def read_log(
             f"column must be a column of {source}, got {name!r}; choose one of "
             f"{_format_names(table.columns)}"
         )
+    # Blank cells are steps without a norm.
     cells = table[name]
     cells = cells[~cells.isin(("", "None", "null")) & cells.notna()]
     numbers = pd.to_numeric(cells, errors="coerce")
@@ -160,6 +162,7 @@ def _read_table(text: str, pattern: re.Pattern[str], source: str) -> Any:
         if len(names) == len(rule) > 1:
             return pd.DataFrame([row for row in rows if len(row) == len(names)], columns=names)
     delimiter = _delimiter(lines, pattern)
+    # In a table without a header, the first line contains only numbers.
     if delimiter is not None:
         is_header = not all(map(_is_number, re.split(delimiter, lines[0].strip("# "))))
         table = pd.read_csv(

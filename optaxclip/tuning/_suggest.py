@@ -261,10 +261,12 @@ def suggest(norms: ArrayLike, steps: ArrayLike | None = None) -> Suggestion:
             f"steps must be integers of shape {values.shape}, got {steps.dtype} of shape "
             f"{steps.shape}; pass one step per norm"
         )
+    # Zeros and non-finite norms have no logarithm, so they are excluded.
     (used,) = np.nonzero(np.isfinite(values) & (values > 0))
-    logs = np.log(values[used])
+    logs = np.log(values[used])  # f64[used]
     shape = analyze(logs)
     warmup = int(used[shape.warmup]) if shape.warmup else 0
+    # [used] -> [n]
     is_spike = np.zeros(len(values), bool)
     is_spike[used[shape.warmup :]] = shape.spikes[shape.warmup :]
     ordinary = logs[shape.warmup :][~shape.spikes[shape.warmup :]]
@@ -333,7 +335,8 @@ def _check_norms(norms: ArrayLike) -> Floats:
 def _loss_reasons(norms: Floats, logs: Floats, shape: Shape) -> tuple[str, ...]:
     """Returns reasons why the run probably diverged."""
     reasons = []
-    near = running_median(logs, 5)
+    # Medians of five norms are not affected by isolated spikes.
+    near = running_median(logs, 5)  # f64[used]
     start = float(np.median(near[: max(len(near) // 20, 5)]))
     peak = int(np.argmax(near))
     collapses = near[peak:].min() < start - math.log(COLLAPSE)
@@ -379,6 +382,7 @@ def _notes(
         notes.append(f"{zeros} norms are zero ({zeros / n:.1%}) and ignored")
     if not np.isfinite(norms).all():
         notes.append("clipping cannot fix non-finite gradients; use optaxclip.skip_nonfinite")
+    # Use the median, because steps may be missing after a restart.
     every = round(float(np.median(np.diff(steps))))
     if every > 1:
         notes.append(f"the log has one of {every} steps and can miss spikes")
@@ -388,6 +392,7 @@ def _notes(
         notes.append(f"the level {verb} by a factor of {math.exp(turns[verb]):.3g}")
     if math.isnan(threshold):
         return tuple(notes)
+    # Norms are often larger at the start, where a threshold from the whole run may be too low.
     start = norms[: max(warmup, round(START_FRACTION * n), 5)]
     start = start[np.isfinite(start) & (start > 0)]
     at_start = float(np.mean(start > threshold)) if start.size else 0.0

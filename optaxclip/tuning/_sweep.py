@@ -131,9 +131,11 @@ def sweep(
     dtype = getattr(key, "dtype", np.dtype(object))
     if np.ndim(key) or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(f"key must be one key from jax.random or an int, got {short_repr(key)}")
+    # All runs start from the same state.
     state = jax.jit(init_fn)(key)
     _check_step(step_fn, state, jax.tree.map(lambda x: x[0], data))
 
+    # `vmap` maps only the threshold, so the batches are not copied.
     @jax.jit
     @jax.vmap
     def run(threshold: Array) -> tuple[Array, Array, Array]:
