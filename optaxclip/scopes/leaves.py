@@ -251,7 +251,7 @@ def resolve_scope(scope: Scope) -> Scope:
 
 @dataclasses.dataclass(frozen=True)
 class _UserScope:
-    """A scope of a user whose results are checked; scopes with the same function are equal."""
+    """A scope of a user with checked results. Two scopes are equal if their functions are."""
 
     scope: Scope
 
