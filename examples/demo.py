@@ -2,9 +2,9 @@
 
   pip install ".[demo]" && python examples/demo.py
 
-Prints a table, and draws held-out losses and gradient norms to `optaxclip_demo.png`. The network
-has ReLUs, Flax's default initial values and long sequences. The learning rate warms up to a value
-at which the network learns quickly, but a single exploding gradient destroys it.
+Prints a table and plots held-out losses and gradient norms in `optaxclip_demo.png`. The network
+uses ReLUs, Flax's default initialization and long sequences. The learning rate warms up to a value
+at which the network learns quickly. However, a single exploding gradient destroys it.
 
 Results depend on the number of cores, because exploding gradients amplify rounding errors.
 """
@@ -34,14 +34,14 @@ Optimizer = optax.GradientTransformation
 
 
 def recommended(optimizer: Optimizer) -> Optimizer:
-    """Wraps an optimizer in the line that the README recommends to those who do not choose."""
+    """Adds the default clipping method of the README to an optimizer."""
     return optaxclip.skip_nonfinite(
         optax.chain(optaxclip.clip_by_global_norm(1.0), optimizer), max_consecutive=20
     )
 
 
 def clipped_by(clip: Optimizer) -> Callable[[Optimizer], Optimizer]:
-    """Returns a function that puts a clipping stage before an optimizer."""
+    """Returns a function that adds a clipping stage before an optimizer."""
     return lambda optimizer: optax.chain(clip, optimizer)
 
 
@@ -57,7 +57,7 @@ METHODS: dict[str, Callable[[Optimizer], Optimizer]] = {
 
 
 class Corpus(NamedTuple):
-    """A text as int32 numbers below `SYMBOLS`. Rare characters share the number 0."""
+    """A text as int32 numbers below `SYMBOLS`. All rare characters have the number 0."""
 
     train: np.ndarray[Any, Any]
     held_out: np.ndarray[Any, Any]
@@ -67,11 +67,11 @@ class History(NamedTuple):
     """The record of a run.
 
     Attributes:
-      loss: float32[steps], the loss of the step's batch before the update.
-      norm: float32[steps], the global norm of the raw gradient.
-      clipped: bool[steps], whether the gradient was finite and the method reduced its norm.
-      held_out: float32[evals], the loss on held-out text at the start and after each `EVAL_EVERY`
-        steps.
+      loss: float32[steps], the losses of the batches before the update.
+      norm: float32[steps], the global norms of the raw gradients.
+      clipped: bool[steps], True if the gradient was finite and the method reduced its norm.
+      held_out: float32[evals], the losses on held-out text at the start and after every
+        `EVAL_EVERY` steps.
     """
 
     loss: np.ndarray[Any, Any]
@@ -90,7 +90,7 @@ def help_topics() -> str:
 
 
 def encode(text: str) -> Corpus:
-    """Converts a text to numbers, and holds out its last part."""
+    """Converts a text to numbers and reserves the last part for evaluation."""
     common = Counter(text).most_common(SYMBOLS - 1)
     index = {character: i for i, (character, _) in enumerate(common, start=1)}
     symbols = np.fromiter((index.get(c, 0) for c in text), np.int32, len(text))
@@ -99,12 +99,12 @@ def encode(text: str) -> Corpus:
 
 
 def windows(text: Array, starts: Array) -> Array:
-    """Returns int32[starts, LENGTH + 1], the windows of the text that begin at `starts`."""
+    """Returns the windows of the text that start at `starts`, int32[starts, LENGTH + 1]."""
     return jax.vmap(lambda start: lax.dynamic_slice(text, (start,), (LENGTH + 1,)))(starts)
 
 
 def initial_params(key: Array) -> Params:
-    """Returns the initial parameters, as Flax's `Embed` and `Linear` draw them."""
+    """Returns initial parameters with the distributions of Flax's `Embed` and `Linear`."""
     keys = [jax.random.fold_in(key, number) for number in (0, 1, 3)]
     lecun = jax.nn.initializers.lecun_normal()
     return {
@@ -117,7 +117,7 @@ def initial_params(key: Array) -> Params:
 
 
 def loss_fn(params: Params, batch: Array) -> Array:
-    """Computes the mean cross-entropy of each next character, from int32[batch, LENGTH + 1]."""
+    """Computes the mean cross-entropy of the next characters, for int32[batch, LENGTH + 1]."""
 
     def step(hidden: Array, x: Array) -> tuple[Array, Array]:
         hidden = jax.nn.relu(x + hidden @ params["recur"] + params["recur_bias"][None])
@@ -131,13 +131,13 @@ def loss_fn(params: Params, batch: Array) -> Array:
 
 
 class Clipped(NamedTuple):
-    """The state of a stage that changes nothing: the norm of what the clipping stage returned."""
+    """The state of a stage that records the norm after clipping."""
 
     clipped_norm: Array
 
 
 def sgd(steps: int) -> Optimizer:
-    """Returns SGD with momentum and a warm-up of the learning rate. Stores the incoming norm."""
+    """Returns SGD with momentum and learning rate warm-up, which also records the incoming norm."""
     warmup = max(1, round(steps * WARMUP))
     observe = optax.GradientTransformation(
         lambda params: Clipped(jnp.zeros(())),
@@ -148,13 +148,13 @@ def sgd(steps: int) -> Optimizer:
 
 
 def batch_starts(corpus: Corpus, steps: int, seed: int) -> np.ndarray[Any, Any]:
-    """Draws int32[steps, BATCH], the places in the text where the windows of each step begin."""
+    """Samples the positions in the text where windows start, int32[steps, BATCH]."""
     rng = np.random.default_rng(seed)
     return rng.integers(len(corpus.train) - LENGTH, size=(steps, BATCH), dtype=np.int32)
 
 
 def train(corpus: Corpus, optimizer: Optimizer, steps: int, seed: int) -> History:
-    """Trains from the seed's initial parameters on the seed's batches."""
+    """Trains with initial parameters and batches that only depend on the seed."""
     text = jnp.asarray(corpus.train)
     last = len(corpus.held_out) - LENGTH - 1
     held_out_starts = jnp.linspace(0, last, HELD_OUT_WINDOWS).astype(jnp.int32)
@@ -188,7 +188,7 @@ HEADER = f"{'method':<22}{'final loss':>12}{'best loss':>12}{'largest norm':>14}
 
 
 def row(name: str, history: History) -> str:
-    """Formats a line of the table."""
+    """Formats a row of the table."""
     final, finite = history.held_out[-1], history.norm[np.isfinite(history.norm)]
     bad = np.flatnonzero(~(np.isfinite(history.loss) & np.isfinite(history.norm)))
     cells = (
@@ -202,13 +202,13 @@ def row(name: str, history: History) -> str:
 
 
 def draw(histories: Mapping[str, History], axes: Sequence[Any]) -> None:
-    """Draws held-out losses and gradient norms on two axes, with one legend below both."""
+    """Plots held-out losses and gradient norms on two axes with a common legend."""
     from optaxclip import plots
 
     steps = EVAL_EVERY * np.arange(len(next(iter(histories.values())).held_out))
     losses = {name: history.held_out for name, history in histories.items()}
     plots.loss_curves(losses, steps, ax=axes[0]).set_ylabel("held-out loss (nats)")
-    # Only the largest norm between two evaluations is drawn: noisy lines would hide each other.
+    # Plot only the largest norm between two evaluations, because noisy lines would overlap.
     norms = {
         name: np.maximum.reduceat(history.norm, steps[:-1]) for name, history in histories.items()
     }
@@ -220,7 +220,7 @@ def draw(histories: Mapping[str, History], axes: Sequence[Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains with each method, prints the table, and draws the picture."""
+    """Trains with all selected methods, prints a table and saves a plot."""
     parser = argparse.ArgumentParser(description="Compare clipping methods on a small network.")
     parser.add_argument("--text", type=Path, help="UTF-8 text (default: Python's help topics)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the picture")
     args = parser.parse_args(argv)
-    from matplotlib.figure import Figure  # before the training, so that nothing is lost
+    from matplotlib.figure import Figure  # A missing package should raise an error early.
 
     corpus = encode(args.text.read_text("utf-8") if args.text else help_topics())
     if args.steps < 1 or len(corpus.held_out) <= LENGTH:

@@ -30,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-      argv: The arguments. Defaults to those of the process.
+      argv: The arguments of the command. By default, the arguments of the process are used.
 
     Returns:
-      The exit code: 0, 130 after Ctrl-C, or 141 if the reader of the output has closed it.
+      The exit code, which is 0, 130 after Ctrl-C, or 141 if the output pipe was closed.
 
     Raises:
-      SystemExit: With code 2, if an argument is invalid.
+      SystemExit: If an argument is invalid. The code is 2.
     """
     parser = _Parser(prog="optaxclip", description="Gradient clipping for JAX.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -83,7 +83,7 @@ def _add_suggest_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_suggest(args: argparse.Namespace) -> None:
-    """Prints the suggestion, and draws it with `--plot`."""
+    """Prints a suggestion, and plots it if `--plot` is used."""
     if find_spec("pandas") is None:
         raise argparse.ArgumentError(None, f"needs pandas: {install_command('logs')}")
     if args.plot and find_spec("matplotlib") is None:
@@ -94,7 +94,8 @@ def _run_suggest(args: argparse.Namespace) -> None:
         raise argparse.ArgumentError(None, message)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the suggestion prints them
+            # The printed suggestion contains the warnings.
+            warnings.simplefilter("ignore", UserWarning)
             source = io.StringIO(sys.stdin.read()) if args.log == "-" else args.log
             norms = read_log(source, args.column)
             suggestion = suggest(norms)

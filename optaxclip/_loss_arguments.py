@@ -81,6 +81,7 @@ class LossArguments(NamedTuple):
 
 
 def _check_positions(argnums: Sequence[int], count: int, argument: str) -> tuple[int, ...]:
+    # Negative positions count from the end. Positions out of range are missing in the result.
     positions = tuple(number % count for number in argnums if -count <= number < count)
     if len(set(positions)) < len(argnums):
         raise ValueError(
@@ -106,12 +107,15 @@ def check_argnums(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers 
 
 def normalize_argnums(argnums: Any, argument: str) -> _Numbers:
     """Converts positions to Python ints, from ints of Python or NumPy."""
+    # `operator.index` rejects floats, which `int` would truncate.
     try:
         if np.ndim(argnums) == 0:
             return operator.index(argnums)
         return tuple(operator.index(number) for number in argnums)
     except TypeError:
-        raise TypeError(f"{argument} must be an int or several, got {argnums!r}") from None
+        raise TypeError(
+            f"{argument} must be an int or a sequence of ints, got {argnums!r}"
+        ) from None
 
 
 def get_batch_size(flat: FlatTree, argument: str, hint: str = "") -> int:
@@ -119,11 +123,14 @@ def get_batch_size(flat: FlatTree, argument: str, hint: str = "") -> int:
     sizes: dict[str, tuple[int, ...]] = {}
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if is_sparse(leaf):
-            raise TypeError(f"{argument} must be dense; leaf '{leaf_name(path)}' is a BCOO")
+            raise TypeError(
+                f"{argument} must be dense, got a BCOO for leaf '{leaf_name(path)}'; pass "
+                "leaf.todense()"
+            )
         sizes[leaf_name(path)] = np.shape(leaf)
     if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
         raise ValueError(
-            f"{argument} must have leaves [examples, ...] with the same number of examples; got "
+            f"{argument} must have leaves [examples, ...] with the same number of examples, got "
             f"shapes {sizes}{hint}"
         )
     return next(iter(sizes.values()))[0] if sizes else 0
@@ -143,6 +150,7 @@ class MicrobatchSplit(NamedTuple):
     @classmethod
     def split(cls, batch: PyTree, size: int, number: int) -> "MicrobatchSplit":
         """Splits the first `size * number` examples of arrays `[examples, ...]`."""
+        # [examples, ...] -> [size, number, ...] for all leaves
         strided = functools.partial(_split_strided, size=size, number=number)
         return cls(jax.tree.map(strided, jax.tree.map(jnp.asarray, batch)), size, number)
 
@@ -183,7 +191,7 @@ def restore_batch_order(x: Array) -> Array:
 def concatenate_examples(x: Array, y: Array) -> Array:
     """Concatenates examples `[examples, ...]`."""
     examples = x.shape[0] + y.shape[0]
-    return constrain_out_sharding(
+    return constrain_out_sharding(  # [m, ...], [n, ...] -> [m + n, ...]
         lambda x, y: jnp.concatenate([x, y]),
         lambda split: (split.axes_dividing(examples), *split.spec[1:]),
         x,
@@ -222,7 +230,7 @@ def loss_and_aux(
         )
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise TypeError(f"loss_fn must return a real float, got {describe_array(value)}")
-    return jnp.asarray(value), result[1] if has_aux else None
+    return jnp.asarray(value), result[1] if has_aux else None  # []
 
 
 def describe_array(value: Any) -> str:
@@ -253,6 +261,7 @@ def _call_loss(loss_fn: Any, args: list[Any], keywords: dict[str, Any]) -> Any:
     try:
         return loss_fn(*args, **keywords)
     except Exception as error:
+        # The class is compared by name, because Flax may not be installed.
         if type(error).__name__ == "TraceContextError":
             error.add_note(
                 "A model of Flax NNX that is changed inside the loss must be created there from "
@@ -293,6 +302,7 @@ def _check_nnx(params: PyTree) -> Iterator[str]:
         pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: isinstance(x, variable))
         if not isinstance(node, module) and not any(isinstance(x, param) for _, x in pairs):
             continue
+        # NNX shares variables by identity, but a pytree has a separate leaf for both names.
         seen = dict[int, str]()
         for node_path, x in pairs:
             name, dtype = leaf_name((*path, *node_path)), dtype_of(x)
@@ -313,6 +323,7 @@ def _check_equinox(params: PyTree) -> Iterator[str]:
     """Yields leaves that are not arrays in modules of Equinox."""
     for path, node in _nodes(params, _framework_class("equinox", "Module")):
         for node_path, x in jax.tree_util.tree_leaves_with_path(node):
+            # `jax.grad` would differentiate Python floats, unlike `eqx.filter_grad`.
             if not hasattr(x, "dtype"):
                 name = leaf_name((*path, *node_path))
                 yield f"an Equinox module with the leaf '{name}', {short_repr(x)}, not an array"

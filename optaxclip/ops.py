@@ -166,6 +166,7 @@ def clip_by_average_norm(
       [[-2.88  0.    0.  ]
        [ 3.84  0.    0.  ]]
     """
+    # TensorFlow divides the L2 norm by the number of elements.
     options = {"norm": average_l2, "axis_name": axis_name, "specs": specs}
     return _clip(tree, clip_norm, scope=scopes.leaf(), **options)[0]
 
@@ -206,6 +207,7 @@ def clip_by_global_norm(
       [[-1.6  0. ]
        [ 3.2  0. ]] 5.0
     """
+    # A known norm saves a pass over the gradients.
     options = {"use_norm": use_norm, "axis_name": axis_name, "specs": specs}
     clipped, info = _clip(tree, clip_norm, scope=scopes.tree(), **options)
     return clipped, info.norm

@@ -53,14 +53,18 @@ def without_record():
 
 
 TYPE_ERRORS = {
-    r"three values, .* got 2 values": lambda: swept(step=lambda p, _, __: (p, ZERO)),
-    r"three values, \(state, loss, norm\), got one ShapeDtypeStruct": lambda: swept(
+    r"three values .* got 2 values": lambda: swept(step=lambda p, _, __: (p, ZERO)),
+    r"three values \(state, loss, norm\), got one ShapeDtypeStruct": lambda: swept(
         step=lambda p, _, __: p
     ),
-    "a state like the one": lambda: swept(step=lambda p, _, __: (p[:2], ZERO, ZERO)),
-    "a state like the one .*": lambda: swept(step=lambda p, _, __: ((p,), ZERO, ZERO)),
+    "a state with the types of its argument": lambda: swept(
+        step=lambda p, _, __: (p[:2], ZERO, ZERO)
+    ),
+    "a state with the types of its argument, .*": lambda: swept(
+        step=lambda p, _, __: ((p,), ZERO, ZERO)
+    ),
     r"scalar loss.*shapes \(3,\)": lambda: swept(step=lambda p, _, __: (p, p, ZERO)),
-    r"a norm that .* shapes \(\) and \(1, 3\)": lambda: swept(
+    r"a norm with at most one axis.* shapes \(\) and \(1, 3\)": lambda: swept(
         step=lambda p, _, __: (p, p[0], p[None])
     ),
     **{
@@ -71,7 +75,7 @@ TYPE_ERRORS = {
         for wrong in (True, 5.0, "5")
     },
     **{
-        rf"key must be one key from jax\.random, or an int, got {shown}": (
+        rf"key must be one key from jax\.random or an int, got {shown}": (
             lambda key=key: swept(key=key)
         )
         for shown, key in {
@@ -107,8 +111,8 @@ VALUE_ERRORS = {
         init_fn, step_fn, 1.0, STEPS, key=0, data=DATA
     ),
     "steps must be an int of at least 1, got 0": lambda: swept(steps=0),
-    r"at least the 60 steps, got a leaf of the shape \(\)": lambda: swept(data=[DATA, 1.0]),
-    r"at least the 61 steps, got a leaf of the shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
+    r"at least 60 steps, got a leaf of shape \(\)": lambda: swept(data=[DATA, 1.0]),
+    r"at least 61 steps, got a leaf of shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
     r"data must contain an array with .* got None.*np\.arange\(60\)": lambda: swept(data=None),
     r"data must contain an array with .* got \{\}.*np\.arange\(60\)": lambda: swept(data={}),
     r"must contain a record, got none; insert monitor\.record\(window\) in": lambda: (

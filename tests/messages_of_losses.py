@@ -56,7 +56,7 @@ def noisy(noise=1.0, key=KEYS[0], size=4, bound=1.0, **options):
 
 TYPE_ERRORS = {
     "microbatch_size must be an int": lambda: made(microbatch_size=2.0),
-    "argnums must be an int or several, got 'w'": lambda: made(argnums="w"),
+    "argnums must be an int or a sequence of ints, got 'w'": lambda: made(argnums="w"),
     "loss_fn must be a function, got 3": lambda: made(3),
     "weight must be a function, got 2.0": lambda: made(weight=2.0),
     "reject_rule must be the result of zscore": lambda: made(reject_rule=thresholds.zscore),
@@ -112,16 +112,16 @@ TYPE_ERRORS = {
     r"response must .* call it, as in responses\.band\(\)": lambda: clip_sum(
         1.0, response=responses.band
     ),
-    "grads must be dense; leaf 'leaf' is": lambda: clip_sum(1.0, SPARSE),
-    "^grads must be dense; leaf 'leaf' is": lambda: optaxclip.per_example_global_norm_clip(
-        SPARSE, 1.0
+    "grads must be dense, got a BCOO for leaf 'leaf'": lambda: clip_sum(1.0, SPARSE),
+    "^grads must be dense, got a BCOO for leaf 'leaf'": lambda: (
+        optaxclip.per_example_global_norm_clip(SPARSE, 1.0)
     ),
     r"must return \(loss, aux\)": lambda: grads_of(lambda w, x: jnp.sum(w * x), has_aux=True),
     r"\(loss, aux\) with has_aux=True, got": lambda: grads_of(
         lambda w, x: (dot(w, x), 1, 2), has_aux=True
     ),
-    "argnums must be an int or several, got .0.5": lambda: grads_of(dot, argnums=(0.5,)),
-    "argnums must be an int or several": lambda: grads_of(dot, argnums="w"),
+    "argnums must be an int or a sequence of ints, got .0.5": lambda: grads_of(dot, argnums=(0.5,)),
+    "argnums must be an int or a sequence of ints": lambda: grads_of(dot, argnums="w"),
     "^microbatch_size must be an int": lambda: grads_of(dot, microbatch_size=1.5),
     "key must be one key .* got 'seed'": lambda: AGGREGATE(1.0, 1.0, "seed"),
     "key must be one key .* got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),

@@ -32,7 +32,7 @@ from optaxclip._engine.options import Options
 from optaxclip._loss_arguments import describe_array
 from optaxclip.monitor._noise_scale import NoiseSums, where_or_nan
 from optaxclip.thresholds._constant import check_threshold
-from optaxclip.transforms.rule_evaluation import evaluate_rule
+from optaxclip.transforms.skip import evaluate_rule
 
 NAME = "accumulate.value_and_grad"
 NONFINITE = "nonfinite"

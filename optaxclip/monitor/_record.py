@@ -36,7 +36,7 @@ from optaxclip._engine.products import InnerProducts, products
 from optaxclip.monitor._find_states import check_ring_buffer
 from optaxclip.norms import Norm
 from optaxclip.scopes.leaves import Scope, resolve_scope
-from optaxclip.thresholds._loss import loss_from_extra_args
+from optaxclip.thresholds._constant import loss_from_extra_args
 
 
 @register_state

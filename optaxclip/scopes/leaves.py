@@ -52,6 +52,7 @@ def tree() -> Scope:
     @tree_scope
     def assign(flat: FlatTree) -> Grouping:
         leaves = flat.inexact_leaves()
+        # All leaves are in one group, and all axes are reduced, so the norm is a scalar.
         group = Group(("tree",), tuple(range(len(leaves))))
         return Grouping((group,), tuple([tuple(range(np.ndim(x))) for x in leaves]), "scalar")
 
@@ -124,6 +125,7 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
     @tree_scope
     def assign(flat: FlatTree) -> Grouping:
         counts = count_stacked_axes(stacked, flat)
+        # The stacked axes are kept, so a leaf [layers, ...] has norms [layers].
         axes = tuple(
             tuple(range(count, np.ndim(leaf)))
             for leaf, count in zip(flat.inexact_leaves(), counts, strict=True)
@@ -148,6 +150,7 @@ def group_by_leaf(
                 f"the sparse leaf '{name}' must have a single group, got norms over the axes "
                 f"{reduced}; use scopes.leaf()"
             )
+        # The norms of a leaf have the shape of its remaining axes.
         shape = tuple(size for axis, size in enumerate(shapes[i]) if axis not in reduced)
         names = layer_names(name, shape) if layout == "vector" else (name,)
         groups.append(Group(names, (i,), shape))
@@ -174,6 +177,7 @@ _MANY_LAYERS = 4096
 
 def count_stacked_axes(stacked: StackedAxes, flat: FlatTree) -> list[int]:
     """Returns the number of leading axes that stack layers, for all measured leaves."""
+    # A dict of ints can lack branches. Other dicts must be complete pytree prefixes.
     counts = _counts_from_dict(stacked, flat) if isinstance(stacked, Mapping) else None
     counts = broadcast_prefix(stacked, flat, "stacked") if counts is None else counts
     shapes = flat.shapes()
@@ -236,6 +240,7 @@ def resolve_scope(scope: Scope) -> Scope:
     # Our scopes return valid groupings, which need no check.
     if str(getattr(scope, "__module__", "")).startswith("optaxclip."):
         return scope
+    # A function `(path, leaf) -> label` is an argument of `group`, not a scope.
     if accepts_args(scope, "path", None) and not accepts_args(scope, "tree"):
         raise TypeError(
             f"scope must be from optaxclip.scopes, got {short_repr(scope)} with two arguments; use "
@@ -246,7 +251,7 @@ def resolve_scope(scope: Scope) -> Scope:
 
 @dataclasses.dataclass(frozen=True)
 class _UserScope:
-    """A scope of a user whose results are checked; scopes with the same function are equal."""
+    """A scope of a user with checked results. Two scopes are equal if their functions are."""
 
     scope: Scope
 
@@ -272,6 +277,7 @@ def _check_grouping(grouping: Any, flat: FlatTree) -> Grouping:
                 f"the groups of a Grouping must be scopes.Group, got {short_repr(group)}"
             )
     shapes, names = flat.shapes(), flat.names()
+    # A partition of the leaves contains all indices exactly once.
     members = sorted(i for group in grouping.groups for i in group.leaf_indices)
     if len(grouping.axes) != len(shapes) or members != list(range(len(shapes))):
         raise ValueError(

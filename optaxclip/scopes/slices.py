@@ -44,6 +44,7 @@ def axes(axes: int | Sequence[int]) -> Scope:
 
     @tree_scope
     def assign(flat: FlatTree) -> Grouping:
+        # Negative axes are different axes in leaves of different rank.
         named = zip(flat.names(), flat.inexact_leaves(), strict=True)
         reduced = tuple(_normalize_axes(axes, leaf, name) for name, leaf in named)
         return group_by_leaf(flat, reduced, "dict")
@@ -99,6 +100,7 @@ def unit(
         for name, leaf, shape, global_shape, skip in rows:
             # A layer without the stacked axes, as the table describes it.
             layer = jax.ShapeDtypeStruct(shape[skip:], np.float32)
+            # A function can return None for leaves that should use the table.
             chosen = axis(name, leaf) if callable(axis) else axis
             if chosen is None:
                 chosen = _fan_in_axes(layer.shape, name, is_shard=global_shape is None)
@@ -134,6 +136,7 @@ def ensemble_member(axis: int = 0) -> Scope:
       >>> print(list(info.names), info.norm)
       ['0', '1'] [5.  0.5]
     """
+    # In Python, `True` is an int and would be axis 1.
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"axis must be an int, got {axis!r}")
 
@@ -169,6 +172,7 @@ def ensemble_member(axis: int = 0) -> Scope:
 def _normalize_axes(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, ...]:
     """Checks axes of a leaf, and converts them to sorted non-negative ints."""
     rank = np.ndim(leaf)
+    # `operator.index` rejects floats and strings.
     try:
         sequence: Any = axes if np.ndim(axes) else (axes,)
         chosen = tuple(operator.index(axis) for axis in sequence)
@@ -192,6 +196,7 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[
     """Returns the axes of the norms of units, from the shape of a layer, or of a shard of it."""
     rank = len(shape)
     num_long = sum(size != 1 for size in shape)
+    # A sharded matrix can look like a vector, for example [1, out] for [8, out] on 8 devices.
     if is_shard and rank > 1 and num_long <= 1:
         raise ValueError(
             f"leaf '{name}' must have a known global shape to find its units, got a possible shard "
@@ -243,6 +248,7 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
 
     @tree_scope
     def assign(flat: FlatTree) -> Grouping:
+        # Muon assigns leaves by their number of axes, so labels require the whole tree.
         tree = jax.tree_util.tree_unflatten(flat.treedef, flat.leaves)
         return group(labels(tree) if flat.inexact_indices else {})(flat)
 
@@ -287,6 +293,7 @@ def muon_labels(
         if chosen is None:
             return label_leaves(params, lambda leaf: np.ndim(leaf) == 2)
         chosen = chosen(params) if is_function(chosen, params) else chosen
+        # In a prefix, `None` is a value, so it must be a leaf.
         try:
             return jax.tree.map(
                 label_branch,

@@ -172,10 +172,14 @@ def scale_loss(
         flat, scale = flatten(updates, "updates"), round_to_pow2(state.loss_scale)
         grads = flat.unflatten(_unscale(flat.inexact_leaves(), scale))
         new, skip_state = skip.update(grads, state.skip, _upcast_params(params), **extra_args)
+        # The factor is 0 if the step was skipped.
         is_good = skip_state.info.factor > 0
         loss_scale, good_steps = _next_scale(numbers, scale, state.good_steps, is_good)
         return _round_updates(new, params), LossScaleState(
-            saturating_cast(loss_scale, jnp.result_type(state.loss_scale)), good_steps, skip_state
+            # A trainer may have cast the state to a narrower dtype.
+            saturating_cast(loss_scale, jnp.result_type(state.loss_scale)),
+            good_steps,
+            skip_state,
         )
 
     return transformation(init, update)
@@ -292,6 +296,7 @@ def _check_pow2(value: Any, argument: str) -> Any:
 
 
 def _check_order(initial: Any, numbers: _ScaleConfig) -> None:
+    # Traced values cannot be compared, for example in `optax.inject_hyperparams`.
     if any(isinstance(x, Tracer) for x in (initial, *numbers)):
         return
     if numbers.factor <= 1:

@@ -17,8 +17,14 @@ from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
 import optaxclip.scopes as scopes
-from optaxclip._backend.global_view import Transformation, put_on_device, transformation
+from optaxclip._backend.global_view import (
+    Transformation,
+    global_view,
+    put_on_device,
+    transformation,
+)
 from optaxclip._backend.skip_step import select_results, skip_step
+from optaxclip._base.numerics import saturating_cast
 from optaxclip._base.state import (
     StaticNames,
     check_state,
@@ -44,24 +50,20 @@ from optaxclip.scopes import Scope
 from optaxclip.thresholds._constant import (
     ScalarOrSchedule,
     ThresholdLike,
+    check_loss_threshold,
     check_threshold,
+    evaluate_schedules,
+    loss_from_extra_args,
     resolve_rule,
 )
-from optaxclip.thresholds._loss import check_loss_threshold, loss_from_extra_args
-from optaxclip.thresholds._rule import params_if_needed
-from optaxclip.transforms.rule_evaluation import evaluate_rule
+from optaxclip.thresholds._rule import params_if_needed, update_rule
 
 CheckedTree = Literal["gradients", "updates"]
 
 
 @register_state
 class LossState(NamedTuple):
-    """State of the loss threshold of a skip.
-
-    Attributes:
-      rule: The state of the threshold rule.
-      info: A `ClipInfo` with the loss as `norm`.
-    """
+    """State of the loss threshold of a skip: its rule, and a record with the loss as `norm`."""
 
     rule: PyTree
     info: ClipInfo
@@ -97,6 +99,66 @@ class SkipState(NamedTuple):
     inner_state: PyTree
 
 
+class RuleResult(NamedTuple):
+    """A number, such as a norm or a loss, its threshold, and the next state of the rule."""
+
+    number: Array  # []
+    threshold: Array  # []
+    rule_state: PyTree
+    is_above: Array  # bool[], True if the number is finite and above the threshold
+    is_bad: Array  # bool[], True if the number is non-finite
+
+    @property
+    def should_skip(self) -> Array:
+        """True if the number is a reason to skip the step."""
+        return self.is_above | self.is_bad
+
+    def find_offending(self, parts: Array) -> Array:
+        """Returns flags for the parts that are the reason to skip, from the norms of the parts."""
+        is_above = parts > self.threshold.astype(parts.dtype)
+        # If no part is above the threshold, the largest part is the reason.
+        is_largest = parts == jnp.max(parts, initial=0)
+        is_above = jnp.where(jnp.any(is_above), is_above, is_largest)  # bool[parts]
+        return jnp.where(self.is_bad, ~jnp.isfinite(parts), is_above & self.is_above)
+
+    def update_info(self, info: ClipInfo, skip: Array) -> ClipInfo:
+        """Returns the record after this step, which was skipped if `skip` is True."""
+        new = info._replace(
+            norm=saturating_cast(self.number, info.norm.dtype),
+            threshold=saturating_cast(self.threshold, info.threshold.dtype),
+            # A skip multiplies the step by 0.
+            factor=1 - skip.astype(info.factor.dtype),
+            fraction=self.is_above.astype(info.fraction.dtype),
+            num_clipped=safe_increment(info.num_clipped, self.is_above),
+            num_nonfinite=safe_increment(info.num_nonfinite, self.is_bad),
+        )
+        return meshes.reuse_buffers(info, new)
+
+
+def evaluate_rule(
+    rule: ThresholdRule,
+    state: PyTree,
+    number: Array,
+    name: str,
+    param_norm: Any = None,
+    *,
+    any_sign: bool = False,
+) -> RuleResult:
+    """Compares a number with the threshold of a rule, which can be negative with `any_sign`."""
+    thresholds, state = _update_rule_globally(
+        evaluate_schedules(rule, state), state, number, param_norm, name=name, any_sign=any_sign
+    )
+    is_finite = jnp.isfinite(number)
+    is_above = is_finite & (number > thresholds.trigger.astype(number.dtype))
+    return RuleResult(number, thresholds.trigger, state, is_above, ~is_finite)
+
+
+# The thresholds are replicated scalars [], and the new state is sharded like the old state.
+_update_rule_globally = global_view(
+    out_like=lambda _, state, *__: (jax.sharding.PartitionSpec(), state)
+)(update_rule)
+
+
 _WRAP_STATE = (
     "If the optimizer ran without a skip before, insert its state into a fresh state: "
     "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
@@ -118,11 +180,8 @@ def skip_wrapper(
     After `max_consecutive` consecutive skipped steps, the next finite step is taken. If
     `accept_nonfinite_at_limit` is True, non-finite steps are taken too, until a finite step occurs.
     """
-    inner, threshold, name = (
-        check_inner(inner),
-        check_threshold(threshold, "threshold"),
-        options.name,
-    )
+    inner, name = check_inner(inner), options.name
+    threshold = check_threshold(threshold, "threshold")
     if max_consecutive is not None:
         max_consecutive = check_int_or_scalar(max_consecutive, "max_consecutive")
 
@@ -130,21 +189,21 @@ def skip_wrapper(
         flat = flatten(params, "params")
         # In eager mode, JAX cannot make zeros like an array in another memory (as of JAX 0.10.2).
         inner_state = inner.init(put_on_device(params))
-        _warn_if_all_are_clips(inner_state, name)
-        if check == "updates":
-            _refuse_accumulators(inner_state, name)
+        _check_inner_state(inner_state, name, check)
         leaves = StaticNames(tuple(sorted(flat.names())))
-        # The record has the shape of the scope `tree`, [].
-        info = initial_info(name, scopes.tree()(flat))
-        rule = resolve_rule(threshold, [("tree", ())])
+        rule, loss_state = resolve_rule(threshold, [("tree", ())]), ()
+        if loss_threshold is not None:
+            # The record of the loss has a single group without leaves.
+            loss_info = initial_info(name, Grouping((Group(("loss",), ()),), (), "scalar"))
+            loss_state = LossState(copy_arrays(loss_threshold.init(jnp.zeros(()))), loss_info)
         return SkipState(
             rule=copy_arrays(rule.init(jnp.zeros(()))),
-            info=info,
+            info=initial_info(name, scopes.tree()(flat)),  # arrays []
             num_skipped=jnp.zeros((), jnp.int32),
             consecutive=jnp.zeros((), jnp.int32),
             leaves=leaves,
             is_bad_leaf=jnp.zeros(len(leaves), bool),
-            loss=() if loss_threshold is None else _initial_loss(loss_threshold, name),
+            loss=loss_state,
             inner_state=inner_state,
         )
 
@@ -176,15 +235,15 @@ def skip_wrapper(
             incoming_names, incoming_norms = _compute_norms(incoming, scopes.leaf(), options)
             is_finite = jnp.isfinite(incoming_norms)
             norm = jnp.where(jnp.all(is_finite), norm, jnp.nan)
-            leaf_norms = jnp.where(
-                _reindex_flags(names, incoming_names, ~is_finite), jnp.nan, leaf_norms
-            )
+            is_bad_leaf = _reindex_flags(names, incoming_names, ~is_finite)
+            leaf_norms = jnp.where(is_bad_leaf, jnp.nan, leaf_norms)
         rule, param_norm = resolve_rule(threshold, [("tree", ())]), None
         params = params_if_needed(rule, params, name)
         if params is not None:
             _, param_norm = _compute_norms(flatten(params, "params"), scopes.tree(), options)
         of_norm = evaluate_rule(rule, state.rule, norm, name, param_norm)
-        is_bad, is_out, of_loss = of_norm.is_bad, of_norm.should_skip, None
+        is_bad, is_out = of_norm.is_bad, of_norm.should_skip
+        loss_state, of_loss = state.loss, None
         if loss_threshold is not None:
             loss = loss_from_extra_args(extra_args, name, options.axis_names)
             of_loss = evaluate_rule(loss_threshold, state.loss.rule, loss, name, any_sign=True)
@@ -193,22 +252,19 @@ def skip_wrapper(
         if max_consecutive is not None:
             is_over = state.consecutive >= max_consecutive
             skip = is_out & ~(is_over & (~is_bad | accept_nonfinite_at_limit))
-        loss_state = state.loss
+        is_counted = is_out if accept_nonfinite_at_limit else skip
         if of_loss is not None:
             loss_state = LossState(of_loss.rule_state, of_loss.update_info(state.loss.info, skip))
         leaves, blamed = _update_bad_leaves(state, names, of_norm.find_offending(leaf_norms), skip)
-        new_updates, inner_state = (
-            select_results(skip, state.inner_state, *taken)
-            if taken
-            else skip_step(skip, step, *operands)
-        )
+        if taken:
+            new_updates, inner_state = select_results(skip, state.inner_state, *taken)
+        else:
+            new_updates, inner_state = skip_step(skip, step, *operands)
         return new_updates, SkipState(
             rule=of_norm.rule_state,
             info=of_norm.update_info(state.info, skip),
             num_skipped=safe_increment(state.num_skipped, skip),
-            consecutive=jnp.where(
-                is_out if accept_nonfinite_at_limit else skip, safe_increment(state.consecutive), 0
-            ),
+            consecutive=jnp.where(is_counted, safe_increment(state.consecutive), 0),
             leaves=leaves,
             is_bad_leaf=blamed,
             loss=loss_state,
@@ -218,68 +274,49 @@ def skip_wrapper(
     return transformation(init, update)
 
 
-def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
-    """Warns if the states show that a skip wraps no optimizer.
-
-    `NEEDS_OPTIMIZER` marks the states of stages that only change or record updates.
-    """
-
-    def needs_optimizer(x: Any) -> bool:
-        return hasattr(x, "NEEDS_OPTIMIZER")
-
-    # An `EmptyState` can be the state of an optimizer such as `optax.sgd`.
+def _check_inner_state(inner_state: PyTree, name: str, check: CheckedTree) -> None:
+    """Checks that the steps of the wrapped optimizer can be skipped."""
+    # An `EmptyState` can be the state of an optimizer such as `optax.sgd`. However, states with
+    # `NEEDS_OPTIMIZER` belong to stages that only change or record updates.
     nodes = jax.tree.leaves(
-        inner_state, is_leaf=lambda x: needs_optimizer(x) or isinstance(x, optax.EmptyState)
+        inner_state,
+        is_leaf=lambda x: hasattr(x, "NEEDS_OPTIMIZER") or isinstance(x, optax.EmptyState),
     )
-    if nodes and all(map(needs_optimizer, nodes)):
+    if nodes and all(hasattr(x, "NEEDS_OPTIMIZER") for x in nodes):
         warn(
             f"{name} must wrap an optimizer, got only clipping and recording stages, so moments "
             "and weight decay of a later optimizer still change the parameters in skipped "
             f"steps; use {name}(optax.chain(clip, optimizer))"
         )
-
-
-def _refuse_accumulators(inner_state: PyTree, name: str) -> None:
-    """Rejects optimizers that sum gradients or updates over several steps.
-
-    A skip restores the previous sum. An earlier spike would stay in this sum and cause skips of all
-    later steps.
-    """
-    # The order of the wrappers to use instead, for example in the message.
+    if check == "gradients":
+        return
+    # A skip restores the previous sum of updates, so an earlier spike would stay in this sum and
+    # cause skips of all later steps. The message shows the correct order of the wrappers.
     orders = {
         optax.MultiStepsState: f"optax.MultiSteps({name}(optimizer, ...), k)",
         optax.ApplyEvery: f"optax.chain({name}(optimizer, ...), optax.apply_every(k))",
     }
-    kinds = tuple(orders)
-    for node in jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, kinds)):
-        if isinstance(node, kinds):
+    for node in jax.tree.leaves(inner_state, is_leaf=lambda x: type(x) in orders):
+        if type(node) in orders:
             raise ValueError(
                 f"{name}: inner must not sum over several steps with check='updates', got a "
-                f"{type(node).__name__} in its state, which would keep a spike; use "
-                f"{orders[type(node)]}"
+                f"{type(node).__name__} in its state; use {orders[type(node)]}"
             )
 
 
 def after_skip(inner_state: PyTree, skip: Array) -> PyTree:
-    """Adds a skipped step to the records in the inner state.
-
-    The states of these stages have a method `after_skip`. States inside `optax.MultiSteps` are
-    unchanged, because its stages do not run in all steps.
-    """
-
-    def counts(x: Any) -> bool:
-        return hasattr(x, "after_skip") or isinstance(x, optax.MultiStepsState)
-
-    def counted(x: Any) -> Any:
-        return x.after_skip(skip) if hasattr(x, "after_skip") else x
-
-    return jax.tree.map(counted, inner_state, is_leaf=counts)
+    """Adds a skipped step to the records in the inner state, which have a method `after_skip`."""
+    # States inside `optax.MultiSteps` are unchanged, because its stages do not run in all steps.
+    return jax.tree.map(
+        lambda x: x.after_skip(skip) if hasattr(x, "after_skip") else x,
+        inner_state,
+        is_leaf=lambda x: hasattr(x, "after_skip") or isinstance(x, optax.MultiStepsState),
+    )
 
 
 def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Checks that `inner` is a transformation and adds support for extra arguments."""
-    is_transformation = hasattr(inner, "init") and hasattr(inner, "update")
-    if not is_transformation or isinstance(inner, ThresholdRule):
+    if not all(hasattr(inner, x) for x in ("init", "update")) or isinstance(inner, ThresholdRule):
         raise TypeError(
             "inner must be an Optax transformation such as optax.adam(1e-3), got "
             f"{short_repr(inner)}; pass it as the first argument"
@@ -296,10 +333,7 @@ def _compute_norms(flat: FlatTree, scope: Scope, options: Options) -> tuple[Stat
 def _update_bad_leaves(
     state: SkipState, names: StaticNames, flags: Array, skip: Array
 ) -> tuple[StaticNames, Array]:
-    """Returns the leaf names of the next state and flags for the leaves of the latest skip.
-
-    `flags` are True for the leaves of this step, `names`, that would cause a skip.
-    """
+    """Updates the leaf names of a state and its flags with those of this step."""
     # The names are restored if the state has lost them, for example in `optax.tree_map_params`.
     lost = not state.leaves and len(names) == len(state.is_bad_leaf)
     known, before = names if lost else state.leaves, state.is_bad_leaf
@@ -316,15 +350,7 @@ def _reindex_flags(all_leaves: StaticNames, names: StaticNames, flags: Array) ->
         return flags
     by_name = dict(zip(names, flags, strict=True))
     # bool[] per leaf -> bool[leaves]
-    column = [by_name.get(name, jnp.zeros((), bool)) for name in all_leaves]
-    return meshes.stack(column)
-
-
-def _initial_loss(rule: ThresholdRule, name: str) -> LossState:
-    # The record of the loss has a single group without leaves.
-    grouping = Grouping((Group(("loss",), ()),), (), "scalar")
-    info = initial_info(name, grouping)
-    return LossState(copy_arrays(rule.init(jnp.zeros(()))), info)
+    return meshes.stack([by_name.get(name, jnp.zeros((), bool)) for name in all_leaves])
 
 
 @validate_call(transformation=True)
@@ -466,7 +492,7 @@ def skip_above(
     if check == "updates" and known_norm is not None:
         raise ValueError(
             f"known_norm must be None with check='updates', got {known_norm!r}; use "
-            "check='gradients' to check a norm of the gradients"
+            "check='gradients'"
         )
     return skip_wrapper(
         inner,

@@ -1,6 +1,6 @@
-"""Choosing a threshold: read a log, get a suggestion, or try many thresholds in one program.
+"""Functions to choose a threshold from a log, from recorded norms or by training.
 
-`suggest` uses the norms that `optaxclip.monitor.record` kept, or those of a log::
+You can use `suggest` for norms from `optaxclip.monitor.record` or from a log, for example::
 
   print(optaxclip.tuning.suggest(optaxclip.monitor.history(opt_state)))
   print(optaxclip.tuning.suggest(optaxclip.tuning.read_log("trainer_state.json")))

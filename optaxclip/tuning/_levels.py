@@ -1,7 +1,7 @@
-"""The local level and scale of gradient norms, in logarithms, and what follows from them.
+"""Estimates the local level and the scale of gradient norms, and finds spikes.
 
-Logarithms make all results proportional to the norms. Medians keep spikes from changing the level
-that they are compared with.
+All computations use logarithms, so the results are proportional to the norms. The level is a
+running median, because spikes would change a mean.
 """
 
 import math
@@ -15,22 +15,22 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 SMALLEST_RATIO = 1.5
-"""No norm below this multiple of its level is a spike. Levels that move by less are stationary."""
+"""Spikes are at least this multiple of their level. Smaller changes of the level are ignored."""
 LARGEST_RATIO = 8.0
-"""Above this multiple of its level, norms are spikes however heavy the tail is, unless their noise
-is so wide that they are within 5 scales."""
+"""Norms above this multiple of their level are always spikes, unless they are within 5 scales."""
 FAR = math.log(3.2)
-"""A level moves too far for a constant threshold if the 0.03 and 0.97 quantiles of its path are a
-factor of 3.2 apart. If it falls steadily by a factor of 4, they are 3.7 apart, and noisy."""
+"""If the 0.03 and 0.97 quantiles of the level differ by more than this factor, a constant threshold
+is not suitable. They differ by a noisy factor of 3.7 if the level decreases steadily by 4."""
 REACH = 4.5
-"""The threshold is so many standard deviations of ordinary norms above their level."""
+"""The distance of the threshold from the level, in standard deviations of ordinary norms."""
 FALSE_RATE = 3e-4
-"""The fraction of ordinary norms that the fitted tail expects above the bound of spikes."""
+"""The expected fraction of ordinary norms above the bound for spikes, for the fitted tail."""
 LONGEST_WARMUP = 0.1
-"""The largest fraction of the run that may be warm-up."""
+"""The maximum fraction of the run that can be warm-up."""
 CRITICAL_RANGE, FEW = 5.5, 12
-"""Means of stationary blocks have a range above 5.5 standard errors in at most 2% of runs, also
-if norms are autocorrelated (`benchmarks/suggesting.py`); more, if few of them are independent."""
+"""In at most 2% of runs, the means of stationary blocks have a range above 5.5 standard errors,
+even with autocorrelated norms (`benchmarks/suggesting.py`). For few independent norms, the critical
+range is larger."""
 MAX_BLOCKS, FEWEST_NORMS = 8, 16
 MAD_TO_STD = 1.4826
 
@@ -40,13 +40,13 @@ class Shape(NamedTuple):
 
     Attributes:
       level: float64[n], the local level.
-      spread: the standard deviation of ordinary norms above their level.
-      spikes: bool[n], the norms that stand out from their level, also those of the warm-up.
-      warmup: the number of first norms whose level is unlike all later levels.
-      regime: how the level moves after the warm-up.
-      ratio, fall, rise: from the lowest to the highest level after the warm-up, and the largest
-        fall and rise of it.
-      threshold: the best constant threshold.
+      spread: The standard deviation of ordinary norms above their level.
+      spikes: bool[n], True for norms far above their level, including those of the warm-up.
+      warmup: The number of initial norms with a level outside the range of later levels.
+      regime: The type of change of the level after the warm-up.
+      ratio, fall, rise: The difference between the highest and the lowest level after the warm-up,
+        and the largest decrease and increase of the level.
+      threshold: The best constant threshold.
     """
 
     level: Floats
@@ -67,15 +67,15 @@ def analyze(logs: Floats) -> Shape:
     level = running_median(logs, window)  # f64[n]
     deviations = logs - level
     spread = _upper_spread(deviations)
-    # The noise may grow along the run, so each norm has its own scale.
+    # The noise may increase during the run, so the scale is a running median too.
     scales = MAD_TO_STD * running_median(abs(deviations), min(6 * window, max(n // 3, 15)) | 1)
-    # The floors are for rounded norms, most of which may equal their level.
+    # The lower bounds are for rounded norms, because most of them may equal their level.
     scales = np.maximum(scales, max(0.6 * spread, min(spread, math.log(SMALLEST_RATIO) / 8), 1e-9))
     spikes = _spikes(deviations, scales)
     warmup = _warmup(running_median(logs, 5), spread)
     path, ordinary = level[warmup:], logs[warmup:][~spikes[warmup:]]
     regime = _regime(np.where(spikes, level, logs)[warmup:], spread)
-    # Quantiles, so that the ratio does not rest on a few norms.
+    # Use quantiles, so the ratio does not depend on a few norms.
     low, top, high = np.quantile(path, (0.03, 0.9, 0.97))
     ratio = float(high - low)
     fall, rise = (float(np.max(x - np.minimum.accumulate(x))) for x in (-path, path))
@@ -85,7 +85,7 @@ def analyze(logs: Floats) -> Shape:
     elif ratio > FAR and fall > FAR:
         regime = "drifting"
     reach = np.clip(REACH * spread, math.log(SMALLEST_RATIO), math.log(LARGEST_RATIO))
-    # Far above all ordinary norms, nothing shows what a threshold would do.
+    # The log contains no information about thresholds far above all ordinary norms.
     highest = max(ordinary.max() + math.log(1.25), top + math.log(SMALLEST_RATIO))
     threshold = min(float(top + reach), float(highest))
     return Shape(level, spread, spikes, warmup, regime, ratio, fall, rise, threshold)
@@ -107,26 +107,28 @@ def running_median(values: Floats, window: int) -> Floats:
 def _upper_spread(deviations: Floats) -> float:
     """Estimates the standard deviation from upward deviations, by their median."""
     up = deviations[deviations > 0]
-    # If most norms equal their level, the few above it may all be spikes.
+    # If most norms equal their level, the remaining norms above it may all be spikes.
     used = up if len(up) > len(deviations) / 4 else abs(deviations)
     return MAD_TO_STD * float(np.median(used))
 
 
 def _spikes(deviations: Floats, scales: Floats) -> Flags:
-    """Finds the norms above the tail that the other norms show.
+    """Finds the norms that exceed the upper tail of ordinary norms.
 
-    The upper tail of ordinary deviations is fitted by quantiles: they grow as `log(0.5 / p)**k`,
-    where `p` is the probability of larger ones. `k` is 1 for Laplace noise and about 0.75 for
-    normal noise.
+    The tail is fitted to quantiles of the deviations, which should grow as `log(0.5 / p)**k` for
+    the probability `p` of larger deviations. `k` is 1 for Laplace noise and about 0.75 for normal
+    noise.
     """
     spikes = np.zeros(len(deviations), bool)
-    for _ in range(2):  # the second fit leaves out the spikes of the first
+    # The second fit excludes the spikes of the first fit.
+    for _ in range(2):
         up = (deviations / scales)[(deviations > 0) & ~spikes]
         if len(up) < 5:
             break
         middle, high = np.quantile(up, (0.5, 0.9))
         fitted = math.log(high / middle) / math.log(math.log(10) / math.log(2))
-        k = (len(up) * fitted + 30) / (len(up) + 30)  # few norms say little about their tail
+        # If there are few norms, the fit is unreliable and `k` stays near 1.
+        k = (len(up) * fitted + 30) / (len(up) + 30)
         bound = middle * (math.log(0.5 / FALSE_RATE) / math.log(2)) ** min(max(k, 0.5), 1.0)
         wide = np.maximum(math.log(LARGEST_RATIO), 5 * scales)
         spikes = deviations > np.maximum(math.log(SMALLEST_RATIO), np.minimum(bound * scales, wide))
@@ -134,25 +136,25 @@ def _spikes(deviations: Floats, scales: Floats) -> Flags:
 
 
 def _warmup(level: Floats, spread: float) -> int:
-    """Counts the first steps, whose level is unlike all later ones and approaches them fast."""
+    """Counts the initial steps with a level outside the range of later levels."""
     longest = int(len(level) * LONGEST_WARMUP)
     low, high = level[longest:].min(), level[longest:].max()
     distance = np.maximum(low - level[:longest], level[:longest] - high)
-    # A steady drift also begins outside of the range of later levels, by a ninth of that range.
+    # A steady drift also starts outside the range of later levels, by about a ninth of this range.
     if distance.max() <= max(math.log(SMALLEST_RATIO), 2 * spread, (high - low) / 2):
         return 0
     return int(np.argmax(np.append(distance, 0.0) <= distance.max() / 10))
 
 
 def _regime(logs: Floats, spread: float) -> Regime:
-    """Compares the range of block means with chance, then stairs with polynomials."""
+    """Tests whether block means differ significantly, and whether the level changes in steps."""
     n = len(logs)
     if n < FEWEST_NORMS:
         return "stationary"
     count = min(max(n // 12, 3), MAX_BLOCKS)
     size, means, rest = n / count, [], []
     for block in np.array_split(logs, count):
-        # Without its line, so that a steep fall does not look like noise.
+        # Subtract the trend of the block, because a steep decrease would count as noise.
         t = np.linspace(-1, 1, len(block))
         middle = np.median(block)
         near = np.clip(block, middle - 3 * spread, middle + 3 * spread)
@@ -162,12 +164,12 @@ def _regime(logs: Floats, spread: float) -> Regime:
     rest = np.concatenate(rest)  # f64[n]
     squares = float(rest @ rest) + 1e-12
     correlation = float(rest[1:] @ rest[:-1]) / squares
-    # Fits make what they leave less correlated than it was (Marriott and Pope, 1954).
+    # Residuals of a fit have a lower autocorrelation than the noise (Marriott and Pope, 1954).
     correlation = min(max(correlation + (2 + 4 * max(correlation, 0.0)) / size, 0.0), 0.95)
     variance = squares / (n - 2 * count) * (1 + correlation) / (1 - correlation) / size
     moved = float(np.ptp(means))
     independent = n * (1 - correlation) / (1 + correlation)
-    # The variance of few independent norms is uncertain.
+    # The variance is uncertain if there are few independent norms.
     critical = CRITICAL_RANGE * (1 + FEW / independent) * math.sqrt(variance)
     if moved <= max(math.log(SMALLEST_RATIO), critical):
         return "stationary"
@@ -175,7 +177,7 @@ def _regime(logs: Floats, spread: float) -> Regime:
 
 
 def _is_stepped(logs: Floats) -> bool:
-    """Compares the best staircase of up to two steps with polynomials."""
+    """Checks whether a function with up to two steps fits better than polynomials."""
     n = min(40, len(logs) // 4)
     y = np.array([np.median(part) for part in np.array_split(logs, n)])
     t = np.linspace(-1, 1, n)

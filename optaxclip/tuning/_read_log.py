@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 NUMBER = r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)"
 NAME = r"[a-z_][\w/.()@-]{0,99}"
 PATTERN = (
-    # A name, which may have up to four words before a sign, as in `grad norm: 1.5` or `| lr | 1 |`.
+    # A name can have up to four words before a sign, as in `grad norm: 1.5` or `| lr | 1 |`.
     rf"(?<![\w/.])['\"]?(?P<name>{NAME}(?: {NAME}){{0,3}}?(?=['\"]?\s*[:=|])|{NAME}(?=\s))['\"]?"
     r"\s*[:=|]?\s*"
-    # Its number, which may be in a call such as `np.float64(1.5)`, in quotes, or followed by `/9`.
+    # The number can be in a call such as `np.float64(1.5)`, in quotes, or before `/9`.
     rf"(?:[\w.]{{1,20}}\()?['\"]?(?P<value>{NUMBER})(?![\w.]|:\d|,\d)"
 )
 """Finds names and numbers in lines of text."""
 PLACE = re.compile(r"\[(?P<epoch>\d+)(?P<epochs>/\d+)?\]\s*\[\s*(?P<at>\d+)/\s*(?P<total>\d+)\]")
-"""The epoch, and the batch within it: `[3][50/3505]` of mmengine, `[0/300][10/390]` of Swin."""
+"""The epoch and its batch, such as `[3][50/3505]` in mmengine and `[0/300][10/390]` in Swin."""
 BATCH = re.compile(r"(?P<epoch>\d+):?\s+\[?\s*(?P<at>\d+)\s*/\s*(?P<total>\d+)\b")
-"""The same of timm, `Train: 3 [  50/1251 (  4%)]`, and fairseq, `epoch 003:   50 / 1251`."""
+"""The same in timm, `Train: 3 [  50/1251 (  4%)]`, and in fairseq, `epoch 003:   50 / 1251`."""
 BAR = re.compile(r"(?<![\d.:/])(?P<at>\d+)/(?P<total>\d+)\s*\[(?:\d+:)+\d+")
-"""A progress bar: `20/2353 [00:11<...`."""
+"""A progress bar, such as `20/2353 [00:11<...`."""
 RULE = re.compile(r"\|?(\s*:?-+:?\s*\|)+[\s:-]*")
-"""The line below the names of a Markdown table."""
+"""The line between the header and the rows of a Markdown table."""
 COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 GRADIENT = r"(g|grads?|gradients?)"
@@ -41,18 +41,21 @@ CERTAIN = re.compile(
     rf"((train|training|total|global|raw|unclipped|pre_clip|actor|critic)_)*"
     rf"({GRADIENT}_?)?(global_|total_|l2_|2.0_|g)?norm(_(total|all|global|raw|l2|pre_clip))?"
 )
-"""Last parts of names that are plainly those of a gradient's norm."""
+"""Last parts of names that clearly denote a gradient norm."""
 CANDIDATE = re.compile(rf"(^|.*_){GRADIENT}_?(.*_)?g?norms?(_.*)?|(^|.*_)gnorm(_.*)?")
-"""Last parts of names that may be those of a gradient's norm."""
+"""Last parts of names that may denote a gradient norm."""
 SETTING = re.compile(
     r"(.*_)?(max|min|clip|clipping|clipped|limit|threshold|params?|parameters?|weights?|updates?"
     r"|normalized|num|ratio|batch|layer|coef|std|var|after|post)(_.*)?"
 )
-"""Last parts of names of settings, of other norms, and of other facts about norms."""
+"""Last parts of names that denote settings, norms of parameters or updates, or statistics.
+
+The words are in the logs of other programs, so they do not follow the names in this package.
+"""
 SETTINGS = re.compile(
     r"(.*[/.])?(config|args|hparams|hyperparams|params?|parameters?|weights?|updates?)[/.].*"
 )
-"""Names in groups of settings or of other norms."""
+"""Names in groups of settings, parameters or updates."""
 STEP = re.compile(
     r"(.*[/.])?((?P<first>global_?steps?(/max_steps)?|num_updates|_step)"
     r"|(train(er|ing)?_?)?(steps?|iter(ation)?s?|it|updates?))"
@@ -67,29 +70,31 @@ def read_log(
     column: str | None = None,
     pattern: str | re.Pattern[str] | None = None,
 ) -> "pd.Series":
-    r"""Reads the gradient norms of a log, with their steps.
+    r"""Reads the gradient norms and their steps from a log.
 
-    It reads tables (CSV, TSV, Markdown, also with a row for each number), JSON, JSON lines, states
-    such as `trainer_state.json`, TensorBoard's JSON and event files, `.npy` files, and text, in
-    which `pattern` finds names and numbers. If a step comes again, as after a restart, its norm
-    replaces all of this and later steps. Steps that begin anew in each epoch are counted on. A log
-    without steps gets 0, 1, ... Blank cells are left out, and JSON's null is read as NaN.
+    You can use tables (CSV, TSV, Markdown, also in long format with one number per row), JSON, JSON
+    lines, states such as `trainer_state.json`, TensorBoard's JSON and event files, `.npy` files,
+    and text. If a step is repeated, for example after a restart, its norm replaces the earlier
+    norms of this step and all later steps. If the steps start again from 0 in each epoch, they are
+    converted to global steps. If there are no steps, the norms are numbered from 0. Blank cells are
+    ignored. However, null in JSON is read as NaN.
 
     Args:
-      path: The log: a path, or an open text file.
-      column: The name of the column, key or tag. It may be left out if one name is plainly that of
+      path: A path or an open text file.
+      column: The name of the column, key or tag. By default, it is the name that clearly denotes
         the gradient norm, such as `train/grad_norm`.
-      pattern: For text logs, a regular expression that is searched again and again in each line,
-        with the groups `name` and `value`, or with a group for each column, such as
+      pattern: A regular expression for text logs, which can match several times per line. It must
+        have the groups `name` and `value`, or one group per column, for example
         `r"it (?P<step>\d+) gn (?P<grad_norm>\S+)"`. By default, it finds `name: value`,
         `name=value`, `name value` and `name | value`.
 
     Returns:
-      A pandas Series of float64, with the steps as its index and the column as its name.
+      A pandas Series of float64[norms] with the steps as its index and the column as its name.
 
     Raises:
-      ImportError: If pandas is missing, or TensorBoard for event files.
-      ValueError: If no column or several may be meant, or if the column is missing or has text.
+      ImportError: If pandas is not installed, or TensorBoard for event files.
+      ValueError: If the column is missing or contains text, or if `column` is required because no
+        name or several names may denote the gradient norm.
 
     Example:
       >>> import io
@@ -105,6 +110,7 @@ def read_log(
             return _read_events(path, column)
         if path.suffix == ".npy":
             return pd.Series(np.load(path), name=path.stem, dtype=np.float64)
+        # PowerShell writes UTF-16 with a byte order mark.
         data = path.read_bytes()
         encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
         text = data.decode(encoding, errors="replace")
@@ -118,6 +124,7 @@ def read_log(
             f"column must be a column of {source}, got {name!r}; choose one of "
             f"{_format_names(table.columns)}"
         )
+    # Blank cells are steps without a norm.
     cells = table[name]
     cells = cells[~cells.isin(("", "None", "null")) & cells.notna()]
     numbers = pd.to_numeric(cells, errors="coerce")
@@ -155,6 +162,7 @@ def _read_table(text: str, pattern: re.Pattern[str], source: str) -> Any:
         if len(names) == len(rule) > 1:
             return pd.DataFrame([row for row in rows if len(row) == len(names)], columns=names)
     delimiter = _delimiter(lines, pattern)
+    # In a table without a header, the first line contains only numbers.
     if delimiter is not None:
         is_header = not all(map(_is_number, re.split(delimiter, lines[0].strip("# "))))
         table = pd.read_csv(
@@ -168,7 +176,7 @@ def _read_table(text: str, pattern: re.Pattern[str], source: str) -> Any:
             skipinitialspace=True,
         )
         table.columns = [str(name).strip() for name in table.columns]
-        # RLlib writes dictionaries into cells.
+        # The cells of RLlib can contain dictionaries.
         for name in [name for name in table if table[name].astype(str).str.startswith("{").any()]:
             found = [dict(_pairs(str(cell), pattern)) for cell in table[name]]
             table = pd.concat([table, pd.DataFrame(found).add_prefix(f"{name}.")], axis=1)
@@ -180,7 +188,7 @@ def _json_records(text: str, lines: list[str], source: str) -> list[dict[str, An
     """Returns the objects of a JSON text, or an empty list for other texts."""
 
     def mark_null(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # Null is a norm that is non-finite, while a missing key is no norm.
+        # Null denotes a non-finite norm. However, a step without the key has no norm.
         return {key: "nan" if value is None else value for key, value in pairs}
 
     try:
@@ -195,12 +203,13 @@ def _json_records(text: str, lines: list[str], source: str) -> list[dict[str, An
                 wrong.append(number)
         if len(found) <= len(wrong):
             return []
-        # The last line may be incomplete, because the run still writes it.
+        # The last line may be incomplete if the run is still writing it.
         if wrong and wrong != [len(lines)]:
             warn(f"{source} has {len(wrong)} lines that are not JSON, first line {wrong[0]}")
         return found
     if isinstance(value, list) and value and isinstance(value[0], list) and len(value[0]) == 3:
-        return [{"step": step, "value": number} for _, step, number in value]  # of TensorBoard
+        # TensorBoard uses a list of (wall time, step, value).
+        return [{"step": step, "value": number} for _, step, number in value]
     if isinstance(value, list):
         return [row if isinstance(row, dict) else {"value": row} for row in value]
     return max(_lists_of_objects(value), key=len, default=[value])
@@ -215,7 +224,7 @@ def _lists_of_objects(value: Any) -> Iterator[list[dict[str, Any]]]:
 
 
 def _delimiter(lines: list[str], pattern: re.Pattern[str]) -> str | None:
-    """Returns the delimiter of a table, as a regular expression, or None for other texts."""
+    """Returns the delimiter of a table as a regular expression, or None for other texts."""
     head, body = lines[0].strip("# "), lines[1:50]
     if not body or (_pairs(head, pattern) and sum(bool(_pairs(x, pattern)) for x in body) > 1):
         return None
@@ -224,7 +233,8 @@ def _delimiter(lines: list[str], pattern: re.Pattern[str]) -> str | None:
         rows = [re.split(delimiter, line.strip(" ")) for line in body]
         if delimiter == r"\s+":
             is_row = [len(row) == count and all(map(_is_number, row)) for row in rows]
-        else:  # Quoted cells may contain more delimiters.
+        else:
+            # Quoted cells may contain additional delimiters.
             is_row = [len(row) >= count > 1 and any(map(_is_number, row)) for row in rows]
         if sum(is_row) > 0.8 * len(body):
             return delimiter
@@ -243,7 +253,7 @@ def _pairs(line: str, pattern: re.Pattern[str]) -> list[tuple[str, str]]:
 
 
 def _text_records(lines: list[str], pattern: re.Pattern[str]) -> Iterator[dict[str, Any]]:
-    """Yields records of numbers by name. A record ends where a name comes again."""
+    """Yields dicts from names to numbers. A name that is already in the dict starts a new one."""
     record: dict[str, Any] = {}
     for line in lines:
         pairs: list[tuple[str, Any]] = _pairs(line, pattern)
@@ -264,7 +274,7 @@ def _text_records(lines: list[str], pattern: re.Pattern[str]) -> Iterator[dict[s
 
 
 def _pivot(table: Any) -> Any:
-    """Returns a column for each key of a table that has a row for each number."""
+    """Converts a table in long format, with one number per row, to one column per key."""
     keys, values = ([n for n in table if x.fullmatch(_last_part(n))] for x in (KEY, VALUE))
     if len(keys) != 1 or len(values) != 1:
         return table
@@ -279,10 +289,11 @@ def _choose(names: list[str], source: str) -> str:
         raise ValueError(
             f"path must be a log with names and numbers, got none in {source}; pass a pattern"
         )
-    # W&B exports means, minima and maxima of each curve.
+    # Exports of W&B contain the mean, minimum and maximum of a curve. Use the mean.
     names = [n for n in names if re.sub(r"__(MIN|MAX)$", "", n) not in set(names) - {n}]
     own = [name for name in names if re.search(r"(^|[/.])record[/.]norm$", name)]
-    if len(own) == 1:  # of `monitor.record`
+    # The norm in the record of `monitor.record` is always the gradient norm.
+    if len(own) == 1:
         return own[0]
     possible = [
         name
@@ -303,7 +314,7 @@ def _choose(names: list[str], source: str) -> str:
         listed = found or others
         raise ValueError(
             f"column must name the gradient norm of {source}, got None; pass column={listed[0]!r} "
-            f"or another one of {_format_names(listed if len(listed) > 1 else names)}"
+            f"or one of {_format_names(listed if len(listed) > 1 else names)}"
         )
     raise ValueError(
         f"path must be a log with a column of gradient norms, got {source} with other columns; "
@@ -312,7 +323,7 @@ def _choose(names: list[str], source: str) -> str:
 
 
 def _index_by_step(numbers: Any, table: Any, name: str) -> Any:
-    """Indexes the norms by their steps, each of which comes once."""
+    """Indexes the norms by their steps and removes repeated steps."""
     pd = _import("pandas")
     folder = re.sub(r"[^/.]*$", "", name)
     columns = [n for n in table if n != name and STEP.fullmatch(_normalize(n))]
@@ -334,10 +345,12 @@ def _index_by_step(numbers: Any, table: Any, name: str) -> Any:
         falls = np.flatnonzero(np.diff(steps) <= 0)
         if len(falls) and epochs:
             epoch = np.floor(read(epochs[0]))
-            if np.all(np.diff(epoch)[falls] > 0):  # the steps begin anew in each epoch
+            # The steps start again from 0 in each epoch.
+            if np.all(np.diff(epoch)[falls] > 0):
                 length = np.max(steps) + np.median(np.diff(steps))
                 steps = steps + (epoch - epoch[0]) * max(length, 1)
-        # A step that comes again replaces itself and all later steps.
+        # Only steps below all subsequent steps are kept, because a repeated step replaces the
+        # earlier norms of this step and of later steps.
         lowest = np.minimum.accumulate(np.append(steps, np.inf)[::-1])[::-1][1:]
         is_kept = steps < lowest
         index = pd.Index(steps[is_kept].astype(np.int64), name="step")

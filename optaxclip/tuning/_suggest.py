@@ -22,14 +22,16 @@ Recommendation: TypeAlias = Literal["constant", "adaptive", "none"]
 
 MIN_NORMS, ENOUGH_NORMS = 10, 100
 EXPLOSION = 20.0
-"""In a run that learns, the level rises by less than this factor after the warm-up."""
+"""If the level increases by more than this factor after the warm-up, the run has diverged."""
 RISE_BEFORE_COLLAPSE, COLLAPSE = 5.0, 50.0
-"""A run is lost if its level rises by the first factor and then falls this far below its start."""
+"""If the level increases by the first factor and then decreases to the initial level divided by the
+second factor, the run has diverged."""
 PILE_FRACTION, PILE_RATIO = 0.1, 3.0
-"""Norms are already clipped if more than this fraction is within a thousandth of the largest norm,
-and the next most common value is at most a third as common."""
+"""If more than this fraction of the norms is within a thousandth of the largest norm and the next
+most common value is at most a third as common, the norms were clipped before."""
 START_FRACTION = 0.05
-MAX_REPLAYED = 10_000  # methods are replayed on at most so many of the last norms
+MAX_REPLAYED = 10_000
+"""The maximum number of norms on which methods are replayed."""
 
 Method: TypeAlias = tuple[str, Callable[[], optax.GradientTransformation]]
 TUNING_FREE = 1.0
@@ -42,12 +44,12 @@ ADAPTIVE: dict[Regime, Method] = {
 
 
 class Alternative(NamedTuple):
-    """Another way to clip.
+    """An alternative clipping method.
 
     Attributes:
-      call: the code that makes it.
-      clipped_fraction: the fraction of norms that it would have clipped, of those that are used.
-      reason: the reason, in a few words.
+      call: The code that makes the method.
+      clipped_fraction: The fraction of used norms that the method would have clipped.
+      reason: A short reason to use the method.
     """
 
     call: str
@@ -57,26 +59,29 @@ class Alternative(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Suggestion:
-    """A threshold for recorded norms, with reasons. `print` it to read it all.
+    """A threshold for recorded norms with explanations. You can `print` it to see a summary.
 
     Attributes:
-      recommendation: "constant": clip at `threshold`. "adaptive": use the method `adaptive`,
-        because the level moves too far for one threshold. "none": the norms show no good threshold,
-        and `warnings` says why.
-      threshold: the best constant threshold. NaN if the recommendation is "none".
-      regime: how the level of the norms moves after the warm-up: "stationary", "drifting" or
+      recommendation: "constant", "adaptive" or "none". Use the constant `threshold` if it is
+        "constant". Use the method `adaptive` if it is "adaptive", because the level changes too
+        much for a constant threshold. With "none", no threshold can be suggested for the reasons in
+        `warnings`.
+      threshold: The best constant threshold. It is NaN if the recommendation is "none".
+      regime: The type of change of the level after the warm-up: "stationary", "drifting" or
         "stepped".
-      level_ratio: the highest level after the warm-up divided by the lowest. 1 if it is stationary.
-      warmup_steps: the number of first norms that are unlike all later ones, at most a tenth.
-      typical_norm: the median of the ordinary norms after the warm-up.
-      spread: the standard deviation of the logarithms of ordinary norms above their level.
-      warnings: reasons not to trust the suggestion. Empty if there are none.
-      notes: further facts and advice.
-      num_nonfinite: the number of norms that are NaN or infinite.
-      num_zeros: the number of norms that are zero.
+      level_ratio: The ratio of the highest to the lowest level after the warm-up. It is 1 if the
+        level is stationary.
+      warmup_steps: The number of initial norms outside the range of later norms, at most a tenth of
+        all norms.
+      typical_norm: The median of the ordinary norms after the warm-up.
+      spread: The standard deviation of the logarithms of ordinary norms above their level.
+      warnings: Reasons why the suggestion may be wrong. They should be checked first.
+      notes: Additional facts and advice.
+      num_nonfinite: The number of norms that are NaN or infinite.
+      num_zeros: The number of norms that are zero.
       norms: float64[n], all norms.
-      steps: int64[n], their steps.
-      is_spike: bool[n], the norms after the warm-up that stand out from their level.
+      steps: int64[n], the steps of the norms.
+      is_spike: bool[n], True for norms after the warm-up that are far above their level.
     """
 
     recommendation: Recommendation
@@ -96,13 +101,13 @@ class Suggestion:
 
     @property
     def is_used(self) -> Flags:
-        """bool[n]: the finite positive norms after the warm-up. Fractions are of these norms."""
+        """Flags for the finite positive norms after the warm-up, bool[n], used for fractions."""
         is_settled = np.arange(len(self.norms)) >= self.warmup_steps
         return is_settled & np.isfinite(self.norms) & (self.norms > 0)
 
     @property
     def spikes(self) -> Steps:
-        """int64[spikes]: the steps of the spikes."""
+        """The steps of the spikes, int64[spikes]."""
         return self.steps[self.is_spike]
 
     @property
@@ -112,25 +117,25 @@ class Suggestion:
 
     @functools.cached_property
     def adaptive(self) -> Alternative:
-        """The adaptive method that suits the regime."""
+        """The recommended adaptive method for the regime."""
         method = ADAPTIVE[self.regime]
         return Alternative(method[0], self._replay(method), f"for {self.regime} norms")
 
     @functools.cached_property
     def tuning_free(self) -> Alternative:
-        """The default for AdamW, Muon and Lion, which needs no tuning."""
+        """The recommended default for AdamW, Muon and Lion, which requires no tuning."""
         fraction = float(np.mean(self.norms[self.is_used] > TUNING_FREE))
         reason = "the default without tuning, inside skip_nonfinite"
         return Alternative(f"clip_by_global_norm({TUNING_FREE})", fraction, reason)
 
     def __str__(self) -> str:
-        """Lines to read."""
-        doubt = ", in doubt" if self.warnings else ""
+        """Formats a summary with a table of methods."""
+        doubt = " (see warnings)" if self.warnings else ""
         title, constant, adaptive = {
             "constant": (f"threshold {self.threshold:g}{doubt}", "suggested", "adaptive"),
             "adaptive": (
-                f"{self.adaptive.call}{doubt}, because no constant threshold suits a level that "
-                f"moves by a factor of {self.level_ratio:.3g}",
+                f"{self.adaptive.call}{doubt}, because the level changes by a factor of "
+                f"{self.level_ratio:.3g}",
                 "the best constant threshold",
                 "suggested",
             ),
@@ -166,7 +171,7 @@ class Suggestion:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields except the norms and steps, in Python's own types, ready for JSON."""
+        """Returns all fields except the arrays as Python types, which can be converted to JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["norms"], fields["steps"], fields["is_spike"]
         return fields | {
@@ -182,8 +187,9 @@ class Suggestion:
         """Returns the fraction of used norms that a method clips."""
         is_positive = np.isfinite(self.norms) & (self.norms > 0)
         last = self.norms[is_positive][-MAX_REPLAYED:]
-        unit = float(np.median(last))  # norms of any size become ordinary float32 numbers
-        # A power of two as the length, so that few programs are compiled. The zeros come last.
+        # Division by the median prevents overflow and underflow in float32.
+        unit = float(np.median(last))
+        # Padding with zeros to a power of two reduces the number of compiled programs.
         padded = np.zeros(max(1 << (len(last) - 1).bit_length(), 64), np.float32)
         padded[: len(last)] = np.minimum(last / unit, np.finfo(np.float32).max)
         is_clipped = np.asarray(_replay(padded, make=method[1]))  # bool[padded]
@@ -193,7 +199,7 @@ class Suggestion:
 
 @functools.partial(jax.jit, static_argnames="make")
 def _replay(gradients: Any, *, make: Callable[[], optax.GradientTransformation]) -> jax.Array:
-    """Returns whether the norms are clipped, bool[norms]."""
+    """Returns flags for the norms that are clipped, bool[norms]."""
     clip = make()
 
     def step(state: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
@@ -208,31 +214,32 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
     """Suggests a threshold that leaves ordinary gradients unchanged and clips spikes.
 
     The level is a running median of the logarithms over a twelfth of the run, and the scale is the
-    median deviation from it. Spikes are norms of at least 1.5 times their level, above the tail of
-    the other norms. The threshold is 4.5 scales above the level (above its 0.9 quantile, if it
-    moves), from 1.5 to 8 times the level, and at most 1.25 times the largest ordinary norm. If the
-    level moves by a factor of about 4, an adaptive method is recommended. Nothing is recommended
-    if the run was lost, or if the norms are already clipped: record them before any clipping, with
-    `optaxclip.monitor.record` as the first stage of a chain. `python -m benchmarks.suggesting`
-    measures how often the answers are wrong.
+    median deviation from the level. Spikes are norms that are at least 1.5 times their level and
+    exceed the tail of the ordinary norms. The threshold is 4.5 scales above the level, or above the
+    0.9 quantile of a level that changes. It is between 1.5 and 8 times the level, and at most 1.25
+    times the largest ordinary norm. If the level changes by a factor of about 4, an adaptive method
+    is recommended. If the run diverged or the norms were already clipped, no threshold is
+    suggested. Note that norms must be recorded before clipping, for example with
+    `optaxclip.monitor.record` as the first stage of a chain. You can use
+    `python -m benchmarks.suggesting` to measure how often suggestions are wrong.
 
     Args:
-      norms: float[n], the norms of the raw gradients in the order of the steps, as from
-        `optaxclip.monitor.history` or `optaxclip.tuning.read_log`. Norms that are NaN, infinite or
-        zero are counted and left out.
-      steps: int[n], the steps of the norms. Defaults to the index of a pandas Series, and otherwise
+      norms: The norms of the raw gradients in the order of the steps, float[n]. You can use
+        `optaxclip.monitor.history` or `optaxclip.tuning.read_log` to get them. Norms that are NaN,
+        infinite or zero are counted and then ignored.
+      steps: The steps of the norms, int[n]. Defaults to the index of a pandas Series, and otherwise
         to 0, 1, ...
 
     Returns:
       A `Suggestion`.
 
     Raises:
-      ValueError: If the norms have more than one axis, are negative, or fewer than 10 of them are
-        finite and positive; or if the steps have another shape than the norms.
+      ValueError: If the norms have more than one axis or are negative, if fewer than 10 of them are
+        finite and positive, or if the shape of the steps differs from that of the norms.
       TypeError: If the norms are not real numbers.
 
     Warns:
-      UserWarning: If there are fewer than 100 norms, or if no threshold is recommended.
+      UserWarning: If there are fewer than 100 norms, or if no threshold can be suggested.
 
     Example:
       >>> import numpy as np
@@ -251,18 +258,20 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
     steps = np.arange(len(values)) if steps is None else np.asarray(steps)
     if steps.shape != values.shape or steps.dtype.kind not in "iu":
         raise ValueError(
-            f"steps must be integers of the shape {values.shape} of norms, got {steps.dtype} of "
-            f"the shape {steps.shape}; pass one step for each norm"
+            f"steps must be integers of shape {values.shape}, got {steps.dtype} of shape "
+            f"{steps.shape}; pass one step per norm"
         )
+    # Zeros and non-finite norms have no logarithm, so they are excluded.
     (used,) = np.nonzero(np.isfinite(values) & (values > 0))
-    logs = np.log(values[used])
+    logs = np.log(values[used])  # f64[used]
     shape = analyze(logs)
     warmup = int(used[shape.warmup]) if shape.warmup else 0
+    # [used] -> [n]
     is_spike = np.zeros(len(values), bool)
     is_spike[used[shape.warmup :]] = shape.spikes[shape.warmup :]
     ordinary = logs[shape.warmup :][~shape.spikes[shape.warmup :]]
     reasons = (*_loss_reasons(values, logs, shape), *_clip_reasons(values[used]))
-    few = f"there are only {len(used)} norms; record {ENOUGH_NORMS} or more"
+    few = f"there are only {len(used)} norms; record at least {ENOUGH_NORMS}"
     warnings = (*reasons, few) if len(used) < ENOUGH_NORMS else reasons
     for warning in warnings:
         warn(warning)
@@ -294,7 +303,8 @@ def _check_norms(norms: HostArrayLike) -> Floats:
         )
     try:
         array = np.asarray(norms)
-    except ValueError:  # raised for lists of different lengths
+    except ValueError:
+        # NumPy rejects lists of different lengths.
         array = np.asarray(None)
     if array.dtype == object or hasattr(norms, "_fields"):
         raise TypeError(
@@ -306,8 +316,7 @@ def _check_norms(norms: HostArrayLike) -> Floats:
         raise TypeError(f"norms must be real numbers, got the dtype {array.dtype}")
     if array.ndim != 1:
         raise ValueError(
-            f"norms must have one axis, got the shape {array.shape}; pass one run at a time, and "
-            "one norm for each step of it"
+            f"norms must have one axis, got shape {array.shape}; pass the norms of a single run"
         )
     values = array.astype(np.float64)
     negative = np.flatnonzero(values < 0)
@@ -317,50 +326,50 @@ def _check_norms(norms: HostArrayLike) -> Floats:
     num_used = int(np.sum(np.isfinite(values) & (values > 0)))
     if num_used < MIN_NORMS:
         raise ValueError(
-            f"norms must contain at least {MIN_NORMS} that are finite and positive, got {num_used} "
-            f"of {len(values)}, and {np.sum(values == 0)} zeros; record more steps, before any clip"
+            f"norms must contain at least {MIN_NORMS} finite positive numbers, got {num_used} of "
+            f"{len(values)} and {np.sum(values == 0)} zeros; record more steps before clipping"
         )
     return values
 
 
 def _loss_reasons(norms: Floats, logs: Floats, shape: Shape) -> tuple[str, ...]:
-    """Returns reasons to think that the run was lost."""
+    """Returns reasons why the run probably diverged."""
     reasons = []
-    near = running_median(logs, 5)
+    # Medians of five norms are not affected by isolated spikes.
+    near = running_median(logs, 5)  # f64[used]
     start = float(np.median(near[: max(len(near) // 20, 5)]))
     peak = int(np.argmax(near))
     collapses = near[peak:].min() < start - math.log(COLLAPSE)
     if near[peak] > start + math.log(RISE_BEFORE_COLLAPSE) and collapses:
         up, down = math.exp(near[peak] - start), math.exp(start - near[peak:].min())
         reasons.append(
-            f"the norms explode by a factor of {up:.3g} and then collapse to 1/{down:.3g} of those "
-            "at the start: the run was lost"
+            f"the norms explode by a factor of {up:.3g} and then collapse to 1/{down:.3g} of their "
+            "initial level, so the run diverged"
         )
     elif shape.rise > math.log(EXPLOSION):
         factor = math.exp(shape.rise)
-        reasons.append(f"the level rises by a factor of {factor:.3g}: the run explodes")
+        reasons.append(f"the level rises by a factor of {factor:.3g}, so the run diverged")
     if not np.isfinite(norms[-3:]).any():
-        reasons.append("the last norms are non-finite: the run was lost")
+        reasons.append("the last norms are non-finite, so the run diverged")
     if not np.any(norms[-max(len(norms) // 20, MIN_NORMS) :]):
-        reasons.append("the last norms are all zero: the run no longer learns")
+        reasons.append("the last norms are all zero, so the run no longer learns")
     if reasons:
-        hint = "record a run that learns, with a lower learning rate or a low threshold"
-        reasons[-1] += f"; {hint}"
+        reasons[-1] += "; record a run that learns with a lower learning rate or a low threshold"
     return tuple(reasons)
 
 
 def _clip_reasons(norms: Floats) -> tuple[str, ...]:
-    """Returns the reason to think that the norms, float64[n], are already clipped."""
+    """Returns the reason why the norms, float64[n], were probably clipped before."""
     largest = norms.max()
     pile = int(np.sum(norms >= 0.999 * largest))
-    # Values of coarsely rounded norms are common, too, but not the largest one above all.
+    # Coarsely rounded norms are often equal too, but not mainly to the largest norm.
     _, counts = np.unique(np.round(norms[norms < 0.999 * largest] / largest, 3), return_counts=True)
     next_pile = counts.max(initial=0)
     if pile < max(PILE_FRACTION * len(norms), 3) or pile < PILE_RATIO * next_pile:
         return ()
     return (
-        f"{pile / len(norms):.0%} of the norms equal the largest, {largest:.4g}: they are already "
-        "clipped or normalized; record the raw norms, before any clipping",
+        f"{pile / len(norms):.0%} of the norms equal the largest norm {largest:.4g}, so they were "
+        "already clipped or normalized; record the norms before clipping",
     )
 
 
@@ -370,18 +379,20 @@ def _notes(
     notes = []
     n, zeros = len(norms), int(np.sum(norms == 0))
     if zeros:
-        notes.append(f"{zeros} norms are zero ({zeros / n:.1%}), and left out")
+        notes.append(f"{zeros} norms are zero ({zeros / n:.1%}) and ignored")
     if not np.isfinite(norms).all():
-        notes.append("no threshold removes non-finite gradients; use optaxclip.skip_nonfinite")
+        notes.append("clipping cannot fix non-finite gradients; use optaxclip.skip_nonfinite")
+    # Use the median, because steps may be missing after a restart.
     every = round(float(np.median(np.diff(steps))))
     if every > 1:
-        notes.append(f"the log has one of {every} steps, and shows no spikes of the others")
+        notes.append(f"the log has one of {every} steps and can miss spikes")
     if shape.regime != "stationary":
         turns = {"falls": shape.fall, "rises": shape.rise}
         verb = max(turns, key=lambda turn: turns[turn])
         notes.append(f"the level {verb} by a factor of {math.exp(turns[verb]):.3g}")
     if math.isnan(threshold):
         return tuple(notes)
+    # Norms are often larger at the start, where a threshold from the whole run may be too low.
     start = norms[: max(warmup, round(START_FRACTION * n), 5)]
     start = start[np.isfinite(start) & (start > 0)]
     at_start = float(np.mean(start > threshold)) if start.size else 0.0
@@ -390,7 +401,6 @@ def _notes(
     is_above = np.isfinite(norms) & (norms > threshold) & (np.arange(n) >= warmup)
     if not is_above.any():
         notes.append(
-            "no norm after the start is above the threshold, which would have changed nothing in "
-            "this run"
+            "no norm after the start is above the threshold, so it would not have changed this run"
         )
     return tuple(notes)

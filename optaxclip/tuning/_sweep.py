@@ -1,4 +1,4 @@
-"""Runs one training with many thresholds at once, in one compiled program."""
+"""Trains with many thresholds in one compiled program."""
 
 import dataclasses
 import math
@@ -21,20 +21,20 @@ StepFn = Callable[[PyTree, PyTree, Array], tuple[PyTree, Array, Array]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SweepResult:
-    """The records of all runs of a sweep. `print` it for a table.
+    """The results of a sweep. You can `print` it to see a table.
 
     Attributes:
-      thresholds: float32[thresholds], ascending.
+      thresholds: float32[thresholds], in ascending order.
       loss: float32[thresholds, steps], the losses that the step function returned.
-      norm: float32[thresholds, steps], the raw norm, of all groups together.
-      clipped_fraction: float32[thresholds, steps], the fraction of groups that are clipped.
-      final_loss: float32[thresholds], the mean over the last tenth of the steps. Infinite if the
-        run diverged.
-      diverged: bool[thresholds], whether the final loss is non-finite or above the first finite
+      norm: float32[thresholds, steps], the raw global norms.
+      clipped_fraction: float32[thresholds, steps], the fractions of groups above the threshold.
+      final_loss: float32[thresholds], the mean loss over the last tenth of the steps. It is
+        infinite if the run diverged.
+      diverged: bool[thresholds], True if the final loss is non-finite or above the first finite
         loss.
-      loss_noise: float[thresholds], the noise of the final loss. NaN if all runs diverged.
-      threshold: the largest threshold whose final loss is within noise of the best. NaN if all runs
-        diverged.
+      loss_noise: float[thresholds], the noise of the final loss. It is NaN if all runs diverged.
+      threshold: The largest threshold with a final loss within noise of the lowest final loss. It
+        is NaN if all runs diverged.
     """
 
     thresholds: Numbers
@@ -47,7 +47,7 @@ class SweepResult:
     threshold: float
 
     def __str__(self) -> str:
-        """A table with a row for each threshold."""
+        """Formats a table with one row per threshold."""
         rows = [f"{'threshold':>10}  {'final loss':>10}  {'noise':>8}  {'clipped':>8}"]
         for i, threshold in enumerate(self.thresholds):
             lost = self.diverged[i]
@@ -62,8 +62,8 @@ class SweepResult:
             else f"threshold {self.threshold:.4g}: the largest within noise of the best final loss"
         )
         if self.diverged.any():
-            rows.append("diverged: the final loss is non-finite, or above the first loss")
-        return "\n".join((*rows, "another key may give another result"))
+            rows.append("diverged: the final loss is non-finite or above the first loss")
+        return "\n".join((*rows, "note: the result may depend on the key"))
 
 
 @validate_call()
@@ -76,32 +76,34 @@ def sweep(
     key: HostArrayLike,
     data: PyTree,
 ) -> SweepResult:
-    """Trains the same model with many thresholds at once, and names the best of them.
+    """Trains the same model with many thresholds and suggests the best threshold.
 
-    One program serves all thresholds: a `scan` over the steps under a `vmap` over the thresholds.
-    All runs have the same initial values and batches. The suggested threshold is the largest whose
-    final loss is within noise of the best. The noise is the standard deviation over the last tenth
-    of the steps, of the difference to the best loss, and at most that of the best loss itself,
-    because the difference to an unstable run is very noisy.
+    All runs use the same initial parameters and batches in one compiled program, which is a `scan`
+    over the steps under `vmap` over the thresholds. The suggested threshold is the largest
+    threshold with a final loss within noise of the lowest final loss. The noise is the standard
+    deviation of the difference from the best run over the last tenth of the steps. However, it is
+    at most the standard deviation of the best run, because differences from an unstable run are
+    very noisy.
 
     Args:
-      init_fn: `init_fn(key) -> state`, a pytree of arrays: parameters and optimizer state.
-      step_fn: `step_fn(state, batch, threshold) -> (state, loss, norm)`, one training step. The
-        threshold is a traced float32[], `loss` a float[], and `norm` the raw norm or norms that
-        the threshold applies to, float[] or float[groups].
+      init_fn: A function `init_fn(key) -> state`. The state is a pytree of arrays, such as the
+        parameters and the optimizer state.
+      step_fn: A function `step_fn(state, batch, threshold) -> (state, loss, norm)` for one training
+        step. The threshold is a traced float32[], and `loss` must be a float[]. `norm` contains the
+        raw norms that the threshold is used for, float[] or float[groups].
       thresholds: float[thresholds], positive. All runs must fit into memory together.
-      steps: The number of steps of each run.
-      key: A PRNG key, or an int to make one from.
-      data: The batches, a pytree whose leaves have a first axis of at least `steps`.
+      steps: The number of steps of a run.
+      key: A PRNG key, or an int to make a key.
+      data: The batches, a pytree of arrays `[steps, ...]`, which can also have more steps.
 
     Returns:
       A `SweepResult`.
 
     Raises:
-      ValueError: If thresholds are not positive or have another number of axes than one; if
-        `steps` is below 1; or if the data has no arrays, or fewer steps.
-      TypeError: If `step_fn` does not return a state like its own, a loss and a norm; if `key` is
-        not a key; or if `steps` is not an int.
+      ValueError: If the thresholds are not positive or do not have one axis, if `steps` is below 1,
+        or if `data` contains no arrays or fewer steps.
+      TypeError: If `step_fn` does not return a state with the types of its argument, a loss and a
+        norm, if `key` is not a key, or if `steps` is not an int.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -127,10 +129,12 @@ def sweep(
         key = jax.random.key(key)
     dtype = getattr(key, "dtype", np.dtype(object))
     if np.ndim(key) or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise TypeError(f"key must be one key from jax.random, or an int, got {short_repr(key)}")
+        raise TypeError(f"key must be one key from jax.random or an int, got {short_repr(key)}")
+    # All runs start from the same state.
     state = jax.jit(init_fn)(key)
     _check_step(step_fn, state, jax.tree.map(lambda x: x[0], data))
 
+    # `vmap` maps only the threshold, so the batches are not copied.
     @jax.jit
     @jax.vmap
     def run(threshold: Array) -> tuple[Array, Array, Array]:
@@ -151,14 +155,13 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
     if not shapes:
         raise ValueError(
-            f"data must contain an array with a batch for each step, got {short_repr(data)}; if "
-            "the "
-            f"steps need none, pass np.arange({steps})"
+            f"data must contain an array with one batch per step, got {short_repr(data)}; pass "
+            f"np.arange({steps}) if the steps need no data"
         )
     short_ones = [shape for shape in shapes if not shape or shape[0] < steps]
     if short_ones:
         raise ValueError(
-            f"data must have a first axis of at least the {steps} steps, got a leaf of the shape "
+            f"data must have a first axis of at least {steps} steps, got a leaf of shape "
             f"{short_ones[0]}"
         )
     return jax.tree.map(lambda x: jnp.asarray(x[:steps]), data)
@@ -169,25 +172,27 @@ def _check_step(step_fn: StepFn, state: PyTree, batch: PyTree) -> None:
     if not (isinstance(out, tuple) and len(out) == 3):
         got = f"{len(out)} values" if isinstance(out, tuple) else f"one {type(out).__name__}"
         raise TypeError(
-            f"step_fn must return three values, (state, loss, norm), got {got}; return the norm "
-            "from before clipping too"
+            f"step_fn must return three values (state, loss, norm), got {got}; return the norm "
+            "before clipping too"
         )
     before, (after, loss, norm) = jax.eval_shape(lambda state: state, state), out
-    # Compared as text, which has the structure, shapes and dtypes.
+    # The text contains the structure, the shapes and the dtypes.
     if str(before) != str(after):
         raise TypeError(
-            f"step_fn must return a state like the one that it gets, {before}; got {after}"
+            f"step_fn must return a state with the types of its argument, {before}, got {after}"
         )
     if jnp.shape(loss) != () or jnp.ndim(norm) > 1:
         raise TypeError(
-            "step_fn must return a scalar loss, and a norm that is a scalar or has one axis, got "
-            f"the shapes {jnp.shape(loss)} and {jnp.shape(norm)}"
+            "step_fn must return a scalar loss and a norm with at most one axis, got the shapes "
+            f"{jnp.shape(loss)} and {jnp.shape(norm)}"
         )
 
 
 def _evaluate(thresholds: Numbers, loss: Numbers, norm: Numbers, fraction: Numbers) -> SweepResult:
+    # f32[thresholds, last steps]
     last = loss[:, -max(1, round(loss.shape[1] / 10)) :]
-    # The first finite loss, because one bad first batch does not make a run diverge.
+    # Use the first finite loss, because a run with one bad initial batch has not diverged.
+    # f32[thresholds]
     first = np.take_along_axis(loss, np.argmax(np.isfinite(loss), 1)[:, None], 1)[:, 0]
     with np.errstate(over="ignore", invalid="ignore"):
         final = last.mean(axis=1)
@@ -196,7 +201,7 @@ def _evaluate(thresholds: Numbers, loss: Numbers, norm: Numbers, fraction: Numbe
         best = int(np.argmin(final))
         noise, threshold = np.full(len(thresholds), math.nan), math.nan
         if np.isfinite(final[best]):
-            # The runs share their batches, so noise cancels in differences of losses.
+            # All runs use the same batches, so noise cancels in differences of losses.
             noise = np.minimum(np.std(last - last[best], axis=1), np.std(last[best]))
             is_near = final <= final[best] + np.where(diverged, 0.0, noise)
             threshold = float(thresholds[np.flatnonzero(is_near)[-1]])

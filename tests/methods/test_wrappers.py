@@ -10,7 +10,7 @@ import pytest
 from reference_rules import assert_close, assert_same, at, stack
 
 import optaxclip
-import optaxclip.transforms.rule_evaluation as rule_evaluation
+import optaxclip.transforms.skip as skip
 from optaxclip import skip_above, skip_nonfinite, thresholds
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -104,9 +104,7 @@ def compiled(inner):
 def test_offending_parts_explain_skipped_norm(number, threshold, parts, blamed):
     number, threshold, parts = map(jnp.float32, (number, threshold, parts))
     is_bad = ~jnp.isfinite(number)
-    found = rule_evaluation.RuleResult(
-        number, threshold, (), ~is_bad & (number > threshold), is_bad
-    )
+    found = skip.RuleResult(number, threshold, (), ~is_bad & (number > threshold), is_bad)
     assert found.find_offending(parts).tolist() == blamed
 
 

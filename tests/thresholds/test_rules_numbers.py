@@ -12,7 +12,7 @@ from reference_rules import drive
 import optaxclip
 from optaxclip import per_example, responses, scopes, thresholds
 from optaxclip.thresholds._adaptive import safe_hypot
-from optaxclip.thresholds._loss import check_loss_threshold
+from optaxclip.thresholds._constant import check_loss_threshold
 from optaxclip.thresholds._rule import check_threshold_value
 
 NORMS = np.array([1.0, 3.0, 2.0, 2.5, 1.5], np.float32)

@@ -194,6 +194,29 @@ def test_read_log_chooses_column(names, column):
         assert [*read(text, norms[0]).values()] == [x + names.index(norms[0]) / 10 for x in (1, 2)]
 
 
+# Words in names of settings, of other norms, and of other facts about norms. A rename must not
+# change them, because they are in the logs of other programs.
+SETTING_WORDS = [
+    *("max", "min", "clip", "clipping", "clipped", "limit", "threshold"),
+    *("param", "params", "parameter", "parameters", "weight", "weights", "update", "updates"),
+    *("normalized", "num", "ratio", "batch", "layer", "coef", "std", "var", "after", "post"),
+]
+SETTING_GROUPS = ["config", "args", "hparams", "hyperparams", *SETTING_WORDS[7:15]]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        *(f"{word}_grad_norm" for word in SETTING_WORDS),
+        *(f"grad_norm_{word}" for word in SETTING_WORDS),
+        *(f"{group}{dot}grad_norm" for group in SETTING_GROUPS for dot in "/."),
+    ],
+)
+def test_read_log_rejects_settings(column):
+    with pytest.raises(ValueError, match="path must be a log with a column of gradient norms"):
+        read(f"step,loss,{column}\n1,2.0,1.5\n2,2.0,2.5")
+
+
 def test_read_log_rejects_wrong_columns():
     with pytest.raises(ValueError, match=r"got 'norm'; choose one of \['grad_norm', 'step'\]"):
         read("step,grad_norm\n1,2\n2,3", "norm")
