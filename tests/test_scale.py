@@ -1,6 +1,8 @@
 """The study at scale: its text, its plan, that it goes on where it stopped, and its program."""
 
 import math
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -195,3 +197,17 @@ def test_decoder_runs_all_optimizers_methods_and_cases(optimizer, method, corpus
     # In float16 the loss was multiplied, and gradients divided: nothing else is different.
     np.testing.assert_allclose(found["float16"], found["no fault"], atol=0.02)
     assert found["bad stretch"] != found["no fault"]
+
+
+def test_evidence_page_matches_scale_table():
+    docs = Path(__file__).parents[1] / "docs"
+    page = (docs / "evidence.md").read_text("utf-8")
+    shown = page.partition("## Larger models\n")[2].partition("\n## ")[0]
+    rows = TableFile(docs / "../benchmarks/measured/scale_cpu.csv", KEYS, COLUMNS).rows.values()
+
+    cells = re.findall(r"(?<=\| )([+-]?\d\.\d{3}) ± \d\.\d{3}", scale.tables(list(rows)))
+    made = np.array(cells, float).reshape(len(scale.OPTIMIZERS), len(METHODS), len(CASES))
+    spikes = -made[:, 1:, list(CASES).index("spikes")]
+    for found, clean in zip(spikes, made[:, 0, 0], strict=True):
+        assert f"{found.min():.3f} to {found.max():.3f}" in shown
+        assert f"{clean:.2f}" in shown

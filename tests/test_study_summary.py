@@ -265,7 +265,7 @@ def test_evidence_page_contains_figures_of_runs(written):
         re.MULTILINE,
     )
     assert re.search(r"^\| \[digits, sgd\].* \| 30 \| 0\.01, ", text, re.MULTILINE)
-    assert "**Clean runs.**" in text  # handwritten text stays
+    assert "**Clean runs.**" in text  # what is written by hand stays
 
 
 def test_figures_page_fills_tables_by_heading(written):
@@ -292,7 +292,7 @@ def test_evidence_page_matches_evidence_csv():
     text = (DOCS / "evidence.md").read_text("utf-8")
     assert page.filled(text, page.tables(DATA)) == text
     by_hand = page.filled(text, dict.fromkeys(page.tables(DATA), ""))
-    # The next test covers the tables of this section.
+    # The next test has the tables of this section.
     before, _, section = by_hand.partition("## Recommended line\n")
     by_hand = before + section.partition("\n## ")[2]
     assert by_hand.count("\n| ") == 0
@@ -305,7 +305,7 @@ def test_recommended_tables_equal_judged_rows():
     text = (DOCS / "evidence.md").read_text("utf-8")
     shown = text.partition("## Recommended line\n")[2].partition("\n## ")[0]
     lines = [line for line in shown.splitlines() if line.startswith(("| no clip", "| `"))]
-    assert len(lines) == 4 * 5 + 4
+    assert len(lines) == 3 * 5 + 4
     assert [line for line in lines if line not in made] == []
 
 
