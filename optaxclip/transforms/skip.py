@@ -154,9 +154,7 @@ def evaluate_rule(
 
 
 # The thresholds are replicated scalars [], and the new state is sharded like the old state.
-_update_rule_globally = global_view(
-    out_like=lambda _, state, *__: (jax.sharding.PartitionSpec(), state)
-)(update_rule)
+_update_rule_globally = global_view(out_like=lambda _, state, *__: (jax.P(), state))(update_rule)
 
 
 _WRAP_STATE = (
@@ -215,9 +213,7 @@ def skip_wrapper(
         # The updates are checked first, because errors of the optimizer would not name them.
         incoming = flatten(updates, "updates").match_name_style(state.leaves)
 
-        def step(
-            updates: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]
-        ) -> tuple[PyTree, PyTree]:
+        def step(updates: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]) -> Any:
             return inner.update(updates, state, params, **extra_args)
 
         operands = (updates, state.inner_state, params, extra_args)

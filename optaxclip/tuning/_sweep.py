@@ -12,7 +12,8 @@ from jax import Array
 
 from optaxclip._base.types import HostArrayLike, PyTree
 from optaxclip._base.validation import check_int, short_repr, validate_call
-from optaxclip.ops import global_norm
+from optaxclip._engine.clip import group_norms
+from optaxclip.scopes import tree
 
 Numbers = np.ndarray[Any, Any]
 InitFn = Callable[[Array], PyTree]
@@ -141,8 +142,9 @@ def sweep(
         def one_step(state: PyTree, batch: PyTree) -> tuple[PyTree, tuple[Array, Array, Array]]:
             state, loss, norm = step_fn(state, batch, threshold)
             norms = jnp.atleast_1d(norm).astype(jnp.float32)  # f32[groups]
+            whole_norm = group_norms(norms, scope=tree())  # f32[]
             fraction = jnp.mean((norms > threshold).astype(jnp.float32))
-            return state, (jnp.asarray(loss, jnp.float32), global_norm(norms), fraction)
+            return state, (jnp.asarray(loss, jnp.float32), whole_norm, fraction)
 
         return jax.lax.scan(one_step, state, data)[1]
 
