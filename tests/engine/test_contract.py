@@ -361,7 +361,7 @@ def test_update_without_state_initializes_or_raises(name):
     begin = functools.partial(tx.update, GRADS, None, PARAMS, value=1.0, grad=None)
     if needs_its_state(name):
         with pytest.raises(
-            ValueError, match=r"state must be .* got None.*to the next update: updates, state = "
+            ValueError, match=r"state must be .* got None.*use updates, state = "
         ):
             begin()
     else:

@@ -27,7 +27,7 @@ FOREIGN = [optax.EmptyState(), (), (optax.EmptyState(),), SGD.init(PARAMS), {"co
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_foreign_state_raises_with_remedy(name):
-    message = rf"(?s)^{name}: the state must be .*tx\.init\(params\)"
+    message = rf"(?s)^{name}: state must be .*tx\.init\(params\)"
     for state in FOREIGN:
         with pytest.raises(ValueError, match=message):
             TRANSFORMATIONS[name].update(GRADS, state, PARAMS)
