@@ -206,7 +206,9 @@ def max_abs_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dt
         return lax.reduce(bits, integer.type(0), lax.max, axes)
 
     def reduce_floats(x: Array) -> Array:
-        return lax.bitcast_convert_type(kernels.max_abs_on_cpu(x, axes=axes), integer) & mask
+        # The maximum is multiplied instead of all elements, because `by` is a power of two.
+        largest = scale_by_real(kernels.max_abs_on_cpu(x, axes=axes), by)
+        return lax.bitcast_convert_type(largest, integer) & mask
 
     if x.dtype != jnp.float32:
         return reduce_integers(x)

@@ -129,7 +129,7 @@ def adagc(
         check_minimum(warmup_steps, 0, "warmup_steps"),
     )
     return adaptive(
-        _AdaGC(), settings, record="clipped", floor=floor, patience=patience, max_norm=max_norm
+        _Adagc(), settings, record="clipped", floor=floor, patience=patience, max_norm=max_norm
     )
 
 
@@ -247,7 +247,7 @@ class _AdaGCSettings(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _AdaGC:
+class _Adagc:
     def init(self, settings: Any, like: Array) -> Array:
         del settings
         return jnp.zeros(like.shape, jnp.float32)
