@@ -269,3 +269,10 @@ def measured(x, weights, scale, *, size, response):
     by_vmap = jax.vmap(clipped)(jnp.stack([x, x / 1e10, x * 1e10]))
     slopes = jax.jacfwd(weighted)(x)
     return clipped(x), by_vmap, slopes * scale, gradient * scale, change * scale
+
+
+def test_linf_norm_of_complex_and_real_leaves():
+    tree = {"complex": jnp.array([3.0 + 4.0j]), "real": jnp.array([-7.0, 2.0])}
+    for scope, expected in [(scopes.tree(), 7.0), (scopes.leaf(), [5.0, 7.0])]:
+        found = optaxclip.clip_tree(tree, math.inf, scope=scope, norm="linf")[1].norm
+        np.testing.assert_array_equal(found, expected)
