@@ -31,8 +31,8 @@ def ravel_and_concatenate(arrays: Sequence[Array]) -> Array:
     """Concatenates the elements of arrays to a vector, in the widest of their dtypes."""
     if not arrays:
         return jnp.zeros(0)
-    # Scalars are broadcast, because `lax.reshape` fails under `vmap` over an axis of an explicit mesh
-    # (as of JAX 0.10.2).
+    # Scalars are broadcast, because `lax.reshape` fails under `vmap` over an axis of an explicit
+    # mesh (as of JAX 0.10.2).
     vectors = [lax.broadcast_in_dim(x, (1,), ()) if x.ndim == 0 else x for x in arrays]
     flat = [x if x.ndim == 1 else lax.reshape(x, (x.size,)) for x in vectors]
     return lax.concatenate(promote_dtypes(flat), 0)
