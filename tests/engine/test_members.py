@@ -62,8 +62,8 @@ def assert_same(found, expected):
     (updates, state), (of_members, states) = found, expected
     for name in SHAPES:
         pair = (x[name].astype(np.float32) for x in (updates, of_members))
-        # XLA on CPUs can fuse the products of both programs differently, which changes the last bit.
-        np.testing.assert_allclose(*pair, rtol=2e-7)
+        # XLA on CPUs can fuse the products of both programs differently, and change the last bits.
+        np.testing.assert_allclose(*pair, rtol=5e-7)
     for field in ("norm", "threshold", "factor", "num_clipped", "num_nonfinite"):
         np.testing.assert_array_equal(getattr(state.info, field), getattr(states.info, field))
 
