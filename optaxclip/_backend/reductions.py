@@ -50,7 +50,7 @@ def dispatch_reduction(
 
 
 def scale_step(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the ratio of two neighboring scales: 2**88 in float32, 2**704 in float64."""
+    """Returns the ratio of two adjacent scales: 2**88 in float32, 2**704 in float64."""
     return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
 
 
@@ -61,7 +61,7 @@ def underflow_bound(dtype: jax.typing.DTypeLike) -> float:
 
 
 def overflow_bound(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the product of norms above which the scale for large numbers is used.
+    """Returns the threshold for a product of norms above which the large scale is used.
 
     At that scale, larger products exceed `underflow_bound`, and neither factor underflows.
     """
@@ -73,8 +73,8 @@ def overflow_bound(dtype: jax.typing.DTypeLike) -> float:
 def prescale_factors(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
     """Returns the powers of two that elements are multiplied by before the norm is applied.
 
-    The first scale is 1, the second one prevents overflow of sums, and the third one prevents
-    underflow of squares. Note that counts of elements (degree 0) only use the scale 1.
+    The first scale is 1, the second one prevents sums from overflowing, and the third one prevents
+    underflow of squares. Note that element counts (degree 0) use only the scale 1.
     """
     up = scale_step(dtype)
     by_degree: dict[float, tuple[float, ...]] = {0: (1.0,), 1: (1.0, 1 / up), 2: (1.0, 1 / up, up)}
@@ -136,7 +136,8 @@ def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: boo
     The result contains both sums for the first scale, followed by the sums for the remaining
     scales. All of them are computed in one reduction. If there were two reductions, XLA on GPUs
     would fuse the reduction over the parameters with AdamW's step and copy the parameters first (as
-    of JAX 0.10.2). However, such a reduction is slow on CPUs, which use separate sums in float64.
+    of JAX 0.10.2). However, variadic reductions are slow on CPUs, which use separate sums in
+    float64.
 
     Both arrays must have the same shape and the dtype of the norms. Complex elements count as pairs
     of real elements. Use `in_one_piece` if both arrays are known not to be sharded.
@@ -172,7 +173,7 @@ def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: boo
 
 
 def _multiply(x: Array, y: Array, multiply_real: Callable[[Array, Array], Array]) -> Array:
-    """Multiplies elements, and adds the products of both parts for complex elements."""
+    """Multiplies elements. For complex elements, the products of both parts are added."""
     # If only one of the leaves is complex, only the real parts are multiplied.
     return functools.reduce(lax.add, map(multiply_real, split_complex(x), split_complex(y)))
 

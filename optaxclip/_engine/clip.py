@@ -97,15 +97,15 @@ def clip_by(
         names of groups of other leaves.
       response: "clip" (the default), "normalize", "smooth", "auto_s", "band", or a function. See
         `optaxclip.responses`.
-      **options: Options that all transformations share, see `optaxclip.ClipOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Returns:
       A transformation with a `ClipState`. If the threshold does not depend on earlier steps, you
       can also pass None as the state, and the update uses a new state.
 
     Raises:
-      ValueError: If a name is unknown, or if a threshold is negative, NaN or not a scalar. The
-        update also raises it if the sharding of leaves is unknown, or if the state is None although
+      ValueError: If a name is unknown, or if a threshold is negative, NaN or not a scalar. Also
+        raised by `update` if the sharding of leaves is unknown, or if the state is None although
         the threshold depends on earlier steps.
       TypeError: If a threshold is not a number, or if `scope` is not a scope.
 

@@ -1,4 +1,4 @@
-"""Computes gradients of a batch in microbatches, and clips or rejects single microbatches."""
+"""Computes gradients of a batch in microbatches, and clips or rejects individual microbatches."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -35,21 +35,24 @@ from optaxclip.thresholds._constant import ScalarOrSchedule
 
 @register_state
 class Accumulated(NamedTuple):
-    """Values of the `k` microbatches of a batch. Microbatch `i` has the examples `i`, `i + k`, ...
+    """Values of the `k` microbatches of a batch.
+
+    Microbatch `i` contains the examples `i`, `i + k`, ...
 
     Attributes:
       norm: float[k], the norms of the gradients before clipping, over all leaves and devices. They
-        are NaN with `compute_norms=False`.
-      weight: float[k], the weights: the number of examples, or the results of `weight`.
+        are NaN if `compute_norms=False`.
+      weight: float[k], the weight of each microbatch, which is the result of `weight` or the number
+        of examples.
       rejected: bool[k], True for rejected microbatches. A microbatch with weight 0 does not change
         the mean, but it is not rejected.
       loss: float[k], the losses.
       aux: The stacked auxiliary outputs of the loss, `[k, ...]`, or None without `has_aux`.
       state: An `AccumulateState`, which you should pass to the next step. It contains the state of
-        the clip, with its record of the last microbatch that was not rejected.
+        the clip, whose record describes the last microbatch that was not rejected.
       noise: The input of `optaxclip.monitor.noise_scale`, in units of the weights. It is NaN with
-        `compute_norms=False` and if fewer than two microbatches count. Note that `jax_debug_nans`
-        raises an error if a compiled function returns such a NaN.
+        `compute_norms=False` and if fewer than two microbatches contribute to the mean. Note that
+        `jax_debug_nans` raises an error if a compiled function returns such a NaN.
     """
 
     norm: Array
@@ -81,39 +84,40 @@ def value_and_grad(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> "ValueAndGrad":
-    """Computes a loss and its gradient in microbatches, which can be clipped or rejected.
+    """Computes a loss and its gradient in microbatches, and clips or rejects microbatches.
 
     You can use it instead of `jax.value_and_grad` if the batch is too large for one gradient
     computation. The batch is split along its leading axis: microbatch `i` of `k` has the examples
     `i`, `i + k`, ... The result is the weighted mean over the microbatches that are not rejected.
     Without clipping and rejection, it is the gradient of the whole batch. Sums use float32 or a
     wider dtype, and are finite if all gradients and weights are finite. Regardless of `k`, the
-    function uses memory for one sum and one gradient.
+    function only holds one sum and one gradient in memory.
 
-    Rejected microbatches are excluded from the mean, together with their weights. Clipping of
-    microbatches is also known as PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701).
+    Rejected microbatches are excluded from the mean, together with their weights. Clipping the
+    gradients of microbatches is also known as PS-Clip-SGD (Nobile and Grohs, 2026, arXiv
+    2605.02701).
 
     Under `jit`, a sharded batch stays sharded if the number of devices divides the microbatch size.
     All devices then process their parts of a microbatch, the batch is never gathered, and the sum
-    is sharded like the parameters. A microbatch needs one all-reduce or reduce-scatter of its
-    gradient because its norm depends on all devices. XLA on GPUs only does this once, after the
-    last microbatch, if you use `compute_norms=False` without `weight`.
+    is sharded like the parameters. Each microbatch requires one all-reduce or reduce-scatter of its
+    gradient because its norm is taken across all devices. On GPUs, XLA communicates only once,
+    after the last microbatch, if you use `compute_norms=False` without `weight`.
 
-    Inside `shard_map`, sizes and weights are those of one device. If the loss differs between
-    devices, it is averaged with these weights. Note that a device whose part of a microbatch has
-    weight 0 still needs a finite loss because otherwise the whole microbatch is rejected. If you
-    use `compute_norms=False`, replicated parameters need only one all-reduce after the last
-    microbatch, with or without `weight`.
+    Inside `shard_map`, sizes and weights are per device. If the loss differs between devices, it is
+    averaged with these weights. Note that if a device's part of a microbatch has weight 0, its loss
+    must still be finite. Otherwise, the whole microbatch is rejected. If you use
+    `compute_norms=False`, replicated parameters need only one all-reduce after the last microbatch,
+    with or without `weight`.
 
     Args:
-      loss_fn: The mean loss of a microbatch, a scalar. It should be the mean over the examples, or
-        over the units that `weight` counts.
+      loss_fn: A function that returns the mean loss of a microbatch as a scalar. It should be the
+        mean over the examples, or over the tokens or other units that `weight` counts.
       argnums: The positions of the differentiated arguments, as in `jax.grad`. The gradients of
         integer leaves are `float0` zeros.
       batch_argnums: The positions of the arguments with a leading example axis, which can be
         pytrees of arrays or PRNG keys. If None, all arguments except `argnums` are used. Note that
-        a key in another argument is the same for all microbatches. For noise, you should pass
-        `jax.random.split(key, examples)` as a batch argument.
+        a key in another argument is the same for all microbatches. To get independent noise per
+        example, pass `jax.random.split(key, examples)` as a batch argument.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
       microbatch_size: The number of examples in a microbatch. It must divide the batch size
         because the norms of microbatches with different sizes are not comparable.
@@ -131,30 +135,30 @@ def value_and_grad(
         `optaxclip.skip_nonfinite` to skip such a step.
       compute_norms: If False, norms are not computed. You can then use neither `clip` nor
         `reject_rule`, and `norm` and `noise` are NaN. Note that `jax_debug_nans` raises an error if
-        a compiled function returns them. Without `weight`, not only the mean of the gradients but
-        also their sum must be finite.
+        a compiled function returns them. Without `weight`, the sum of the gradients must be finite
+        too.
       dtype: The dtype of sums and gradients, float32 or wider. The sums of float64 and complex
         leaves are float64 and complex.
-      axis_name: The names of the mapped axes that shard the batch, inside `pmap`,
+      axis_name: The names of the mapped axes over which the batch is sharded, inside `pmap`,
         `vmap(axis_name=)` and `shard_map(check_vma=False)`.
-      specs: The sharding of the parameters, as in `optaxclip.ShardingOptions`, for types that do
-        not contain it. None means that the parameters are replicated if you must use `axis_name`.
+      specs: The sharding of the parameters, as in `optaxclip.ShardingOptions`, if array types do
+        not contain it. If `axis_name` is required, None means that the parameters are replicated.
 
     Returns:
       A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`.
       `value` is the mean loss, float[], or the pair `(value, aux)` with `has_aux`. `grads` is the
       tree of gradients, and `accumulated` is an `Accumulated`. You should pass its `state` to the
       next step, and use the method `init(*args)` to create the state for the first step. Without a
-      state, calls start with a new state, which is an error for thresholds that depend on earlier
-      steps. The function should be called inside `jax.jit`. Otherwise, all calls compile the loop
-      again.
+      state, each call starts from a new state. This raises an error if a threshold depends on
+      earlier steps. The function should be called inside `jax.jit`. Otherwise, every call
+      recompiles the loop.
 
     Raises:
       ValueError: If the microbatch size is below 1, a name is unknown, a threshold is negative or
         NaN, `dtype` is too narrow, or `compute_norms=False` is used with `clip` or `reject_rule`.
         The returned function raises it for an empty batch, a batch size that is not divisible by
         the microbatch size, batch arguments with different numbers of examples, invalid or repeated
-        positions, a loss or weight that is not a scalar, a constant weight that is not above 0, a
+        positions, a loss or weight that is not a scalar, a constant weight that is not positive, a
         clip that changes the structure of the gradients, a missing `axis_name`, and a missing state
         for a threshold that depends on earlier steps.
       TypeError: If `loss_fn` or `weight` is not a function, `clip` is not a transformation or
@@ -206,11 +210,12 @@ class ValueAndGrad:
     _size: int
 
     def init(self, *args: Any) -> AccumulateState:
-        """Returns the state before the first step, for a loop or a checkpoint."""
+        """Returns the initial state, for example to carry through a loop."""
         split_args = LossArguments.split(args, self._argnums, self._batch_argnums)
         params = flatten_params(split_args.params)
         arrays = [jnp.asarray(x) for x in params.inexact_leaves()]
-        # The clip uses gradients in the dtypes of the sums, so its state also has these dtypes.
+        # Gradients are clipped in the dtypes of the sums, so the state of the clip has these
+        # dtypes.
         wide = [x.astype(self._loss.accumulator_dtype(x.dtype)) for x in arrays]
         return self._processor.init(params.unflatten(wide))
 

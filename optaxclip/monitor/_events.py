@@ -108,7 +108,7 @@ def events(
     For each step, it records the norm, the threshold, the factor, the outcome, and the worst leaf.
     It can wrap a clipping stage, a skip, or the whole optimizer. The updates are those of `inner`,
     bit for bit. `history` returns the events with their step numbers, so you can find a bad batch
-    in the data. `plots.events_over_steps` draws them. Nothing is sent to the host until then.
+    in the data. Nothing is sent to the host until then.
 
     A step writes one row of numbers from the records of the clipping stages and skips. If a stage
     or skip has one norm for the whole tree, its worst leaf is the leaf with the largest norm among
@@ -125,15 +125,15 @@ def events(
       window: The number of steps to keep.
       norm: The norm that determines the worst leaf, as in `optaxclip.clip_by`. Use the norm of the
         clipping stage.
-      **options: Options that all transformations share, see `optaxclip.ShardingOptions`. `history`
-        uses the `name` to choose among several stages.
+      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
+        `history` uses the `name` to choose among several stages.
 
     Returns:
       A transformation with an `EventsState`.
 
     Raises:
-      ValueError: If `window` is less than 1 or the norm is unknown. `init` and the update also
-        raise it if `inner` has no clipping stage and no skip that keeps a record, or if it has a
+      ValueError: If `window` is less than 1 or the norm is unknown. Also raised by `init` and
+        `update` if `inner` has no clipping stage and no skip that keeps a record, or if it has a
         skip inside `optax.MultiSteps`.
       TypeError: If `inner` is not a transformation, or if `window` is not an int.
 

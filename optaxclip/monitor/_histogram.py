@@ -403,16 +403,16 @@ def histogram(
         histograms. The scopes `axes` and `unit` divide a leaf into very many groups, so a histogram
         covers the whole leaf.
       of: The tree to count, "updates" or "params".
-      **options: Options that all transformations share, see `optaxclip.ShardingOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
         `histograms` uses the `name` to choose among several stages.
 
     Returns:
       A transformation with a `HistogramState`. Its update returns the updates unchanged.
 
     Raises:
-      ValueError: If `every` is less than 1, or if `of` is neither "updates" nor "params". The
-        update also raises it if `of` is "params" and `params` is missing, or for float64 leaves
-        that were not float64 at `init`.
+      ValueError: If `every` is less than 1, or if `of` is neither "updates" nor "params". Also
+        raised by `update` if `of` is "params" and `params` is missing, or for float64 leaves that
+        were not float64 at `init`.
       TypeError: If `every` is not an int, or if `scope` is not a scope.
 
     Example:

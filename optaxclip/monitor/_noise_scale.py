@@ -92,7 +92,7 @@ def noise_scale(
       sums, `update(grads, state, params, noise=accumulated.noise)`. Non-finite sums are ignored.
 
     Raises:
-      ValueError: If `decay` is not in its range. The update also raises it if `noise` is missing.
+      ValueError: If `decay` is not in its range. Also raised by `update` if `noise` is missing.
       TypeError: If `decay` is not a number, if `name` is not a string or is empty, or if `noise` is
         not a `NoiseSums`.
 

@@ -1,6 +1,6 @@
-"""Records norms and other statistics of the last steps on the device.
+"""Records norms and other statistics of the most recent steps on the device.
 
-Statistics are computed from a few norms. A norm that several statistics need is measured once.
+Statistics are computed from a few norms. A norm shared by several statistics is computed only once.
 """
 
 import dataclasses
@@ -48,9 +48,9 @@ class RecordState(NamedTuple):
       num_skipped: int32[], the number of steps that a surrounding skip skipped.
       name: The name of the transformation, as a tuple with one element.
       names: The names of the groups in order.
-      last: The statistics of the last step by name, float32[] or, with a scope, float32[groups].
-        The value is -inf for a group without leaves at that step, because NaN means that the
-        group was non-finite or that the step was skipped.
+      last: A dict from the names of statistics to their values at the most recent step, float32[]
+        or, with a scope, float32[groups]. The value is -inf for a group without leaves at that
+        step, because NaN means that the group was non-finite or that the step was skipped.
       ring: float32[window] or float32[window, groups]. With several statistics,
         float32[window, statistics, ...] in the order of their names. Step n is in row `n % window`.
     """
@@ -94,14 +94,14 @@ def record(
     step. You can use it under `jit`, in `scan` and under `vmap`.
 
     As the last stage of a chain, it records the updates that are applied to the params. Then
-    "ratio" is the norm of the update divided by the norm of the params, usually about 1e-3. Its
-    spikes precede spikes of the loss.
+    "ratio" is the norm of the update divided by the norm of the params, usually about 1e-3. Spikes
+    in this ratio often precede loss spikes.
 
       statistic     | value for a group                                 | if non-finite
       --------------|---------------------------------------------------|----------------------
       norm          | the norm                                          | inf or NaN
-      max           | the largest modulus of an element                 | inf or NaN
-      mean_abs      | the mean modulus                                  | inf or NaN
+      max           | the largest absolute value of an element          | inf or NaN
+      mean_abs      | the mean absolute value                           | inf or NaN
       zero_fraction | the fraction of elements that are 0               | that fraction
       share         | the fraction of the squared L2 norm of all groups | NaN for all groups
       param_norm    | the norm of its params                            | not affected
@@ -109,8 +109,8 @@ def record(
       cosine_param  | the cosine with its params; 0 if a norm is 0      | NaN
 
     On a GPU, statistics that only use the gradients share one pass over them with a neighboring
-    clipping stage. The other statistics also read the params. Statistics of narrow dtypes are as
-    exact as those of float32. If all leaves of a group are None at a step, its statistics are NaN.
+    clipping stage. The other statistics also read the params. Statistics are as accurate for narrow
+    dtypes as for float32. If all leaves of a group are None at a step, its statistics are NaN.
     Integer leaves are ignored.
 
     Args:
@@ -122,17 +122,17 @@ def record(
       loss: If True, records the loss instead of statistics. The loss must then be passed to the
         update as `value=` or `loss=`.
       norm: The norm for "norm", "param_norm" and "ratio", as in `optaxclip.clip_by`.
-      **options: Options that all transformations share, see `optaxclip.ShardingOptions`. `history`
-        uses the `name` to choose among several records.
+      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
+        `history` uses the `name` to choose one of several `record` stages.
 
     Returns:
       A transformation with a `RecordState`. Its update returns the updates unchanged.
 
     Raises:
       ValueError: If `window` is less than 1, if the norm or a statistic is unknown, if `stats` is
-        empty or contains a name twice, or if `loss` is used with `scope` or `stats`. The update
-        also raises it if a statistic needs `params` and they are missing, or if the loss is missing
-        or has axes.
+        empty or contains a name twice, or if `loss` is used with `scope` or `stats`. Also raised by
+        `update` if a statistic needs `params` and they are missing, or if the loss is missing or
+        has axes.
       TypeError: If `window` is not an int, if `loss` is not a bool, if a statistic is not a string,
         if `scope` is not a scope, or if the loss is not a number.
 
@@ -170,7 +170,7 @@ def record(
             columns = () if grouping.layout == "scalar" else (len(names),)
         rows = (window, len(keys)) if len(keys) > 1 else (window,)
         return RecordState(
-            # Separate arrays, because a step can donate them.
+            # These must be distinct buffers, because a step can donate the state.
             steps=jnp.zeros((), jnp.int32),
             num_skipped=jnp.zeros((), jnp.int32),
             name=StaticNames((name,)),
@@ -264,7 +264,7 @@ class StatisticInputs:
     measured: dict[tuple[str, Norm], Array] = dataclasses.field(default_factory=dict)
 
     def grad_norms(self, norm: Norm) -> Array:
-        """Returns the norms of the gradients' groups, f32[groups]."""
+        """Returns the gradient norm of each group, f32[groups]."""
         if ("leaves", norm) not in self.measured:
             self.measured["leaves", norm] = measure(self.leaves, self.plan, norm).norm
         return self.measured["leaves", norm]

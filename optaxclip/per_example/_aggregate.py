@@ -116,9 +116,10 @@ def per_example_clip_and_aggregate(
 
     Raises:
       ValueError: If a threshold or a multiplier is negative or NaN, if there is noise without a
-        key, if a name is unknown, or if `noise_multiplier` is not below `2 * count_noise`. The
-        update raises it if the gradients have no example axis. It also raises it inside `shard_map`
-        or `pmap` if the sums differ across devices, because they would all get the same noise.
+        key, if a name is unknown, or if `noise_multiplier` is not below `2 * count_noise`. Also
+        raised by `update` if the gradients have no example axis. It also raises it inside
+        `shard_map` or `pmap` if the sums differ across devices, because they would all get the same
+        noise.
       TypeError: If a threshold or a multiplier is not a number, or if `key` is not a key.
 
     Example:

@@ -40,7 +40,7 @@ Method = Literal["vmap", "ghost"]
 class ClippedGrad:
     """The function returned by `clipped_grad`, with checked arguments as fields.
 
-    Its method `sensitivity` returns the maximum change of the sum by one example.
+    Its method `sensitivity` returns the most that one example can change the sum.
     """
 
     loss_fn: Callable[..., Any]
@@ -81,15 +81,15 @@ class ClippedGrad:
         return result._replace(losses=losses, aux=aux, bound=bound)
 
     def sensitivity(self, relation: Any = "add_or_remove_one", params: PyTree = None) -> ArrayLike:
-        """Returns the maximum L2 norm of the change of the sum by one example, to scale noise.
+        """Returns the L2 sensitivity of the sum to one example, for scaling noise.
 
         Args:
           relation: The relation between neighboring data sets. One of them lacks an example
             ("add_or_remove_one"), has a blank example instead ("replace_special"), or has a
             different example instead ("replace_one"), which doubles the change. You can also use a
             member of `dp_accounting.NeighboringRelation`.
-          params: The parameters. They are required for thresholds by name, to count the groups with
-            the same name.
+          params: The parameters. They are required if `threshold` is a dict, to count the groups
+            with the same name.
 
         Raises:
           ValueError: If the relation is unknown, or if thresholds by name are used without
@@ -107,7 +107,7 @@ class ClippedGrad:
         return change * bound
 
     def _get_clipped_tree(self, params: FlatTree) -> FlatTree:
-        """Returns the tree that is clipped for one example: the gradient or its transform."""
+        """Returns the tree that is clipped for each example: the gradient or its transform."""
         if self.transform is None:
             return params
         zeros = [jnp.zeros_like(leaf) for leaf in params.inexact_leaves()]
@@ -138,20 +138,21 @@ def clipped_grad(
 ) -> ClippedGrad:
     """Returns a function that computes the sum of clipped per-example gradients.
 
-    The guarantees are those of `clip_sum`. However, the loss must only depend on the parameters and
-    on one example. If it uses BatchNorm, `pmean` or `psum` over a batch, or contains examples in a
-    closure or a keyword argument, an example can change all contributions by any amount.
+    It gives the same guarantees as `clip_sum`. However, the loss must only depend on the parameters
+    and on one example. If it uses BatchNorm, `pmean` or `psum` over a batch, or receives examples
+    through a closure or a keyword argument, one example can change all contributions without bound.
 
     At most `microbatch_size` per-example gradients are in memory at the same time. The microbatches
     are processed in a `scan`, and the last one may be smaller. Their examples are strided over the
     batch, so devices have a part of every microbatch if the batch is sharded. Norms, losses and aux
     are in the order of the batch.
 
-    Under `jit`, the sum is over the whole batch, even if it is sharded, with all-reduces for every
-    microbatch. Microbatches on an explicit mesh are sharded across as many devices as divide them
-    evenly. Inside `shard_map`, sums and counts are those of the shard, without communication. You
-    should use `psum` afterwards, which needs one all-reduce per dtype for any number of
-    microbatches. Devices must have all parameters there, and sharded parameters are rejected.
+    Under `jit`, the sum is over the whole batch, even if it is sharded, which costs all-reduces in
+    each microbatch. Microbatches on an explicit mesh are sharded across the largest number of
+    devices that divides their size. Inside `shard_map`, sums and counts cover only the local shard,
+    and nothing is communicated. You should use `psum` afterwards, which needs one all-reduce per
+    dtype for any number of microbatches. Parameters must be replicated there, and sharded
+    parameters raise an error.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
@@ -164,22 +165,23 @@ def clipped_grad(
         pytrees of arrays or keys. Defaults to all arguments that are not in `argnums`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
       microbatch_size: The number of examples in a microbatch. Defaults to all examples.
-      scope: The scope that defines the elements of an example that share a norm. Defaults to all
-        elements.
+      scope: The scope, which determines the elements of a per-example gradient that share a norm.
+        Defaults to all elements.
       response: The response to a norm above its threshold, as in `clip_sum`.
-      split: The division of the threshold between the groups, as in `clip_sum`.
-      pre_clipping_transform: A function from the gradient of an example to any tree, for example a
-        preconditioner. Its result is clipped instead of the gradient, and determines the bound, the
-        groups and the sum.
+      split: The way in which the threshold is split among the groups, as in `clip_sum`.
+      pre_clipping_transform: A function that maps the gradient of an example to any tree, for
+        example a preconditioner. Its result is clipped instead of the gradient, and determines the
+        bound, the groups and the sum.
       method: If "vmap" (the default), computes the gradients of the examples. If "ghost", computes
         norms and the sum without these gradients, as `grad_norms`, which is much faster if the
-        gradient of an example is larger than its activations. It only supports norms of whole
-        leaves and no `pre_clipping_transform`. Note that its norms are upper bounds, so examples
-        may be clipped slightly below the threshold, or far below if their tokens or pixels cancel
-        to a thousandth. The default microbatch size is chosen automatically.
-      specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`, where types
-        do not show the sharding. `PartitionSpec()` means that devices have all parameters. Sharded
-        parameters are rejected.
+        gradient of an example is larger than its activations. It supports only norms of whole
+        leaves and does not support `pre_clipping_transform`. Note that its norms are upper bounds,
+        so examples may be clipped slightly below the threshold, or far below if the contributions
+        of their tokens or pixels nearly cancel (to a thousandth). The default microbatch size is
+        chosen automatically.
+      specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`, where array
+        types do not contain the sharding. `PartitionSpec()` means that devices have all parameters.
+        Sharded parameters are rejected.
 
     Returns:
       A `ClippedGrad`, which is a function `(*args, is_padding=None, **keywords) ->
@@ -187,14 +189,14 @@ def clipped_grad(
       leading example axis. `is_padding` is bool `[examples]`. Keyword arguments are passed to
       `loss_fn` for all examples. The method `sensitivity` returns the maximum change of the sum by
       one example. If you use microbatches, call the function inside `jax.jit`. Otherwise, the loop
-      is compiled again in every call.
+      is recompiled on every call.
 
     Raises:
       ValueError: If a threshold is negative, NaN or not a scalar, if the microbatch size is less
-        than 1, or if a name is unknown. The function raises it if the arguments do not share an
-        example axis, if positions do not exist or are repeated, or if the loss is not a scalar.
-        Inside `shard_map` and `pmap`, also if the parameters may be sharded, or if the loss sums
-        over devices.
+        than 1, or if a name is unknown. Also raised by the returned function if the arguments do
+        not share an example axis, if positions do not exist or are repeated, or if the loss is not
+        a scalar. Inside `shard_map` and `pmap`, also if the parameters may be sharded, or if the
+        loss sums over devices.
       TypeError: If the threshold is not a number, if the scope is not a scope, or if positions or
         sizes are not ints. The function raises it for a model of Flax NNX or Equinox that contains
         more than parameters (`docs/recipes/modules.md`).
@@ -248,7 +250,7 @@ def _clip_microbatch(
     def grad_of_example(measured: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         results, leaves = jax.value_and_grad(loss, has_aux=True)(measured, example)
         if grad_fn.transform is not None:
-            # Transforms should get the structure of `jax.grad`.
+            # Transforms receive the same tree that `jax.grad` would return.
             gradient = loss.params.replace_with_float0().unflatten(leaves)
             transformed = grad_fn.transform(gradient)
             is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]

@@ -56,7 +56,7 @@ def zclip(
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       patience: The number of consecutive norms above their threshold after which raw norms are
         recorded. Defaults to 20. Use `None` to disable this.
-      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -115,7 +115,7 @@ def adagc(
         gradients during the warmup stays at zero, as in the published rule.
       patience: The number of consecutive norms above their threshold after which raw norms are
         recorded. Defaults to 20. Use `None` to disable this.
-      **options: The options that all transformations share, see `optaxclip.NormOptions`.
+      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -152,7 +152,7 @@ def clip_by_quantile(
       init_threshold: The threshold at the first step.
       geometric: If True, the threshold is multiplied at all steps. If False, a number is added.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
-      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -191,7 +191,7 @@ def clip_by_ema_norm(
       patience: The number of consecutive norms above their threshold after which raw norms are
         recorded. Defaults to 20. Use `None` to disable this.
       max_norm: The upper bound on thresholds. By default, there is no bound.
-      **options: The options that all transformations share, see `optaxclip.NormOptions`.
+      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -234,7 +234,7 @@ def autoclip(
         `static_args=("window",)`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       max_norm: The upper bound on the threshold. By default, there is no bound.
-      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -276,7 +276,7 @@ def clip_by_median_norm(
         `optax.inject_hyperparams` requires `static_args=("window",)`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       max_norm: The upper bound on the threshold. By default, there is no bound.
-      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -314,7 +314,7 @@ def clip_by_window_norm(
         `static_args=("window",)`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       max_norm: The upper bound on the threshold. By default, there is no bound.
-      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

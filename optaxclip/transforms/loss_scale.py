@@ -112,7 +112,7 @@ def scale_loss(
         non-finite without a scale. Their steps are skipped, and
         `optaxclip.monitor.step_status` becomes "roll back".
       maximum: The upper bound on the scale.
-      **options: The options that all transformations share, see `optaxclip.ShardingOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `LossScaleState`. Gradients in float16 and fp8 are passed to `inner`

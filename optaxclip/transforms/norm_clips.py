@@ -45,7 +45,7 @@ def clip_by_block_rms(
       threshold: The maximum root mean square of a leaf.
       stacked: The number of leading axes of the leaves that stack separate tensors, as in
         `optaxclip.scopes.leaf`. Defaults to 0.
-      **options: The options that all transformations share, see `optaxclip.RescaleOptions`.
+      **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -78,7 +78,7 @@ def clip_by_norm(
     Args:
       max_norm: The maximum norm of a leaf.
       axes: The axes over which the norms are computed. By default, all axes are used.
-      **options: The options that all transformations share, see `optaxclip.NormOptions`.
+      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -112,7 +112,7 @@ def clip_by_global_norm(
       eps: A number to add to the norm. The factor is then `max_norm / (norm + eps)` if this is
         below 1. With 1e-6, it is exactly the factor of PyTorch, see
         `optaxclip.responses.clip_with_eps`. By default, no number is added.
-      **options: The options that all transformations share, see `optaxclip.ClipOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Raises:
       ValueError: If the threshold is negative, NaN or not a scalar, if a name is unknown, or if
@@ -170,10 +170,10 @@ def adaptive_grad_clip(
       axis: The axes over which the norm of a unit is computed, or `fn(path, leaf) -> axes`. If it
         is None or returns None, the axes depend on the rank of the leaf, as in
         `optaxclip.scopes.unit`.
-      **options: The options that all transformations share, see `optaxclip.NormOptions`.
+      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Raises:
-      ValueError: If the threshold is negative, NaN or not a scalar. The update raises it if
+      ValueError: If the threshold is negative, NaN or not a scalar. Also raised by `update` if
         `params` is missing, or if a leaf has rank 6 or more and there is no `axis`.
 
     Example:
@@ -209,7 +209,7 @@ def clip_by_group_norm(
       labels: A pytree prefix of the parameters with strings as leaves, a function
         `fn(path, leaf) -> label`, where the path is a string such as `encoder/0/kernel`, or a
         function `fn(params) -> labels`, as in `optax.partition`.
-      **options: The options that all transformations share, see `optaxclip.NormOptions`.
+      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -244,7 +244,7 @@ def normalize_by_global_norm(
       norm: The norm of the updates.
       known_norm: The name of an extra argument of the update with the norm of the gradients, as in
         `optaxclip.clip_by`.
-      **options: The options that all transformations share, see `optaxclip.RescaleOptions`.
+      **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -288,7 +288,7 @@ def normalize_by_norm_history(
       stacked: The number of leading axes of the leaves that stack separate tensors, as in
         `optaxclip.scopes.leaf`. Defaults to 0.
       floor: The lower bound on the new norms. Smaller norms are not recorded.
-      **options: The options that all transformations share, see `optaxclip.NormOptions`.
+      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

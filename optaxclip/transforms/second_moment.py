@@ -144,7 +144,7 @@ def clip_by_moving_max(
       stacked: The number of leading axes of the leaves that stack separate tensors, as in
         `optaxclip.scopes.leaf`. Defaults to 0.
       floor: The lower bound on thresholds. Smaller moduli are not recorded.
-      **options: The options that all transformations share, see `optaxclip.RescaleOptions`.
+      **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
 
     Returns:
       A transformation with a `ClipState`. `norm` is the largest modulus of a leaf. The update
@@ -233,7 +233,7 @@ def clip_by_second_moment(
       not record which elements were clipped.
 
     Raises:
-      ValueError: If an option is out of its range. The update raises it for leaves that the
+      ValueError: If an option is out of its range. Also raised by `update` for leaves that the
         parameters at `init` did not have.
       TypeError: If an option is not a number. `init` and the update raise it for sparse
         leaves.

@@ -1,10 +1,10 @@
-"""Wrappers that skip steps of an optimizer: `skip_nonfinite` and `skip_above`.
+"""Wrappers that skip optimizer steps: `skip_nonfinite` and `skip_above`.
 
 A stage of a chain cannot skip a step, because zero updates still decay Adam's moments and still
 apply weight decay. A wrapper keeps the parameters and the inner state unchanged. To do so, it
 selects the old values instead of multiplying by zero, since `0 * NaN` is NaN. The wrapped optimizer
-runs in every step, and its results are discarded if the step is skipped. This allows the skip to
-share one pass over the gradients with the clipping and recording stages of the optimizer.
+runs on every step, and its results are discarded if the step is skipped. This lets the wrapper
+share a single pass over the gradients with the clipping and recording stages of the optimizer.
 """
 
 import math
@@ -76,11 +76,11 @@ class SkipState(NamedTuple):
     Attributes:
       rule: The state of the threshold rule.
       info: The record of the last step. `factor` is 0 if the step was skipped. `num_clipped` is the
-        number of norms above the threshold, and `num_nonfinite` that of non-finite norms.
+        number of norms above the threshold, and `num_nonfinite` is the number of non-finite norms.
       num_skipped: int32[], the number of skipped steps.
-      consecutive: int32[], the number of consecutive skipped steps, up to the latest step.
-      leaves: The sorted names of the leaves. They are a part of the structure, not arrays. A leaf
-        that is None at `init` is added at the first step that has it.
+      consecutive: int32[], the number of steps skipped in a row, ending with the most recent step.
+      leaves: The sorted names of the leaves. They are part of the pytree structure, not arrays. A
+        leaf that is None at `init` is added on the first step in which it is present.
       is_bad_leaf: bool[leaves], True for the leaves that caused the latest skip. These are the
         non-finite leaves. If all leaves are finite, they are the leaves with norms above the
         threshold, or the leaf with the largest norm if no norm is above it. All flags are False if
@@ -126,7 +126,7 @@ class RuleResult(NamedTuple):
         new = info._replace(
             norm=saturating_cast(self.number, info.norm.dtype),
             threshold=saturating_cast(self.threshold, info.threshold.dtype),
-            # A skip multiplies the step by 0.
+            # The record shows a skipped step as a factor of 0.
             factor=1 - skip.astype(info.factor.dtype),
             fraction=self.is_above.astype(info.fraction.dtype),
             num_clipped=safe_increment(info.num_clipped, self.is_above),
@@ -173,7 +173,7 @@ def skip_wrapper(
     check: CheckedTree = "gradients",
     accept_nonfinite_at_limit: bool = False,
 ) -> Transformation[SkipState]:
-    """Makes a wrapper that skips steps with a norm or a loss above its threshold.
+    """Makes a wrapper that skips steps whose norm or loss exceeds its threshold.
 
     After `max_consecutive` consecutive skipped steps, the next finite step is taken. If
     `accept_nonfinite_at_limit` is True, non-finite steps are taken too, until a finite step occurs.
@@ -185,7 +185,7 @@ def skip_wrapper(
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
-        # In eager mode, JAX cannot make zeros like an array in another memory (as of JAX 0.10.2).
+        # Eager JAX cannot create zeros like an array in another memory space (as of JAX 0.10.2).
         inner_state = inner.init(put_on_device(params))
         _check_inner_state(inner_state, name, check)
         leaves = StaticNames(tuple(sorted(flat.names())))
@@ -210,7 +210,7 @@ def skip_wrapper(
     ) -> tuple[PyTree, SkipState]:
         check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
         norm = get_known_norm(options, extra_args, "scalar")
-        # The updates are checked first, because errors of the optimizer would not name them.
+        # The updates are checked first, because errors raised by the optimizer would not name them.
         incoming = flatten(updates, "updates").match_name_style(state.leaves)
 
         def step(updates: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]) -> Any:
@@ -221,13 +221,13 @@ def skip_wrapper(
         flat = flatten(taken[0], "updates").match_name_style(state.leaves) if taken else incoming
         names, leaf_norms = StaticNames(), jnp.zeros(0)
         if norm is None:
-            # Both norms need one pass, because the compiler merges equal sums.
+            # Computing both takes only one pass, because XLA merges identical sums.
             _, norm = _compute_norms(flat, scopes.tree(), options)
             names, leaf_norms = _compute_norms(flat, scopes.leaf(), options)
             leaf_norms = lax.stop_gradient(leaf_norms)
         if check == "updates":
-            # Optimizers such as Lion can return finite updates for an infinite gradient, although
-            # the gradient remains in their state.
+            # Optimizers such as Lion can return finite updates for an infinite gradient, while the
+            # infinity remains in their state.
             incoming_names, incoming_norms = _compute_norms(incoming, scopes.leaf(), options)
             is_finite = jnp.isfinite(incoming_norms)
             norm = jnp.where(jnp.all(is_finite), norm, jnp.nan)
@@ -302,7 +302,7 @@ def _check_inner_state(inner_state: PyTree, name: str, check: CheckedTree) -> No
 
 def after_skip(inner_state: PyTree, skip: Array) -> PyTree:
     """Adds a skipped step to the records in the inner state, which have a method `after_skip`."""
-    # States inside `optax.MultiSteps` are unchanged, because its stages do not run in all steps.
+    # States inside `optax.MultiSteps` are unchanged, because its stages do not run on every step.
     return jax.tree.map(
         lambda x: x.after_skip(skip) if hasattr(x, "after_skip") else x,
         inner_state,
@@ -329,8 +329,8 @@ def _compute_norms(flat: FlatTree, scope: Scope, options: Options) -> tuple[Stat
 def _update_bad_leaves(
     state: SkipState, names: StaticNames, flags: Array, skip: Array
 ) -> tuple[StaticNames, Array]:
-    """Updates the leaf names of a state and its flags with those of this step."""
-    # The names are restored if the state has lost them, for example in `optax.tree_map_params`.
+    """Updates the leaf names and flags of a state from this step."""
+    # The names are restored if the state has lost them, for example after `optax.tree_map_params`.
     lost = not state.leaves and len(names) == len(state.is_bad_leaf)
     known, before = names if lost else state.leaves, state.is_bad_leaf
     # Leaves that were None at `init` are added at the first step that has them.
@@ -371,7 +371,7 @@ def skip_nonfinite(
       max_consecutive: The maximum number of consecutive skipped steps. After that, steps are taken
         even if they are non-finite, until a finite step occurs, as in `optax.apply_if_finite`. This
         makes a diverged run visible. If None, non-finite steps are always skipped.
-      **options: The options that all transformations share, see `optaxclip.ShardingOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `SkipState`. A skipped step returns zero updates.
@@ -430,27 +430,27 @@ def skip_above(
     Args:
       inner: The optimizer to wrap.
       threshold: The threshold for the norm: a number, a schedule, or a rule from
-        `optaxclip.thresholds` (its trigger is used). Use `math.inf` to check only the loss.
+        `optaxclip.thresholds` (only its trigger is used). Use `math.inf` to check only the loss.
       max_consecutive: The maximum number of consecutive skipped steps. After that, the next finite
-        step is taken, so a low threshold cannot stop training forever. Defaults to 20. If None,
-        the threshold always applies. Note that non-finite steps are always skipped.
+        step is taken, so a low threshold cannot stop training forever. Defaults to 20. If None, the
+        threshold always applies. Non-finite steps are always skipped.
       loss_threshold: The threshold for the loss, which can be negative: a number, a schedule, or
-        one of `thresholds.window`, `zscore`, `percentile`, `median` and `ema` (`floor` is ignored).
-        The multiple `k` of a negative average `m` is defined as `m + (k - 1) * abs(m)`.
+        one of `thresholds.window`, `zscore`, `percentile`, `median` and `ema` (their `floor` has no
+        effect). The multiple `k` of a negative average `m` is defined as `m + (k - 1) * abs(m)`.
       check: If "gradients", checks the incoming gradients (the default). If "updates", checks the
         step that `inner` would take. Note that the length of this step does not depend on the scale
         of the gradients in Adam or Muon. Steps with non-finite gradients are skipped in both cases.
-        However, `inner` must not accumulate gradients with "updates". Use
+        With "updates", `inner` must not accumulate gradients. Use
         `optax.MultiSteps(skip_above(adam, threshold, check="updates"), k)` instead.
       norm: The norm of the tree that is compared with `threshold`.
       known_norm: The name of an extra argument of the update that contains the norm of the incoming
         tree, such as "grad_norm". The norm is then not computed, and `bad_leaves` cannot identify
         the leaf that caused a skip.
-      **options: The options that all transformations share, see `optaxclip.ShardingOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `SkipState`. A skipped step returns zero updates. If `loss_threshold`
-      is used, you must pass the loss to the update, either as `value=`, as in Optax, or as `loss=`,
+      is used, you must pass the loss to `update`, either as `value=`, as in Optax, or as `loss=`,
       which takes precedence. The loss must be a scalar and the same on all devices. Note that
       `optax.MultiSteps` only passes the loss of the last microbatch. Steps with a non-finite loss
       are skipped, and that loss is never recorded. All extra arguments are passed to the optimizer.
@@ -460,7 +460,7 @@ def skip_above(
     Raises:
       ValueError: If a threshold is negative (except for `loss_threshold`), NaN or not a scalar, if
         `loss_threshold` is a rule that only supports norms, or if `known_norm` is used with
-        `check="updates"`. The update raises it if the loss is missing or not a scalar. `init`
+        `check="updates"`. Also raised by `update` if the loss is missing or not a scalar. `init`
         raises it for `optax.MultiSteps` or `optax.apply_every` inside a skip with
         `check="updates"`.
       TypeError: If `inner` is not a transformation, or if a threshold or the loss is not a number.

@@ -270,7 +270,7 @@ def clip_by_spectral_norm(
         `optaxclip.scopes.leaf`. Defaults to 0.
       iterations: The number of Newton-Schulz iterations. Use 10 for singular values of 1e4 times
         `c` and 5 for 100 times `c`. It must be static in `optax.inject_hyperparams`.
-      **options: The options that all transformations share, see `optaxclip.TransformOptions`.
+      **options: The options shared by all transformations. See `optaxclip.TransformOptions`.
 
     Returns:
       A transformation with a `ClipState`. The `norm` of its record is an estimate of the largest
@@ -280,9 +280,9 @@ def clip_by_spectral_norm(
 
     Raises:
       ValueError: If the threshold is negative, NaN or not a scalar, if the mode or policy is
-        unknown, or if `iterations` is below 1. The update raises it for leaves that are
-        sharded inside `shard_map` or `pmap`.
-      TypeError: If the threshold is not a number. The update raises it for sparse leaves.
+        unknown, or if `iterations` is below 1. Also raised by `update` for leaves that are sharded
+        inside `shard_map` or `pmap`.
+      TypeError: If the threshold is not a number. Also raised by `update` for sparse leaves.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

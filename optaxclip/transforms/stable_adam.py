@@ -92,7 +92,7 @@ def scale_by_stable_adam(
       stacked: The number of leading axes of the leaves that stack separate tensors, as in
         `optaxclip.scopes.leaf`. Defaults to 0.
       nonfinite: The policy for non-finite leaves, as in `optaxclip.clip_by`.
-      **options: The options that all transformations share, see `optaxclip.ShardingOptions`.
+      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `StableAdamState`. The update returns a tree with the shapes, dtypes
@@ -101,7 +101,7 @@ def scale_by_stable_adam(
     Raises:
       ValueError: If a decay is out of its range, or if `eps` or the threshold is negative, NaN or
         not a scalar.
-      TypeError: If an argument is not a number. The update raises it for sparse leaves.
+      TypeError: If an argument is not a number. Also raised by `update` for sparse leaves.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip

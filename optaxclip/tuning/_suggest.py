@@ -31,7 +31,7 @@ PILE_FRACTION, PILE_RATIO = 0.1, 3.0
 most common value is at most a third as common, the norms were clipped before."""
 START_FRACTION = 0.05
 MAX_REPLAYED = 10_000
-"""The maximum number of norms on which methods are replayed."""
+"""The maximum number of norms that are replayed through a method."""
 
 Method: TypeAlias = tuple[str, Callable[[], optax.GradientTransformation]]
 TUNING_FREE = 1.0
@@ -47,9 +47,9 @@ class Alternative(NamedTuple):
     """An alternative clipping method.
 
     Attributes:
-      call: The code that makes the method.
-      clipped_fraction: The fraction of used norms that the method would have clipped.
-      reason: A short reason to use the method.
+      call: The code that constructs the method.
+      clipped_fraction: The fraction of the analyzed norms that the method would have clipped.
+      reason: A short explanation of when to use the method.
     """
 
     call: str
@@ -59,13 +59,13 @@ class Alternative(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Suggestion:
-    """A threshold for recorded norms with explanations. You can `print` it to see a summary.
+    """A suggested threshold for recorded norms. You can `print` it to see an explanation.
 
     Attributes:
       recommendation: "constant", "adaptive" or "none". Use the constant `threshold` if it is
         "constant". Use the method `adaptive` if it is "adaptive", because the level changes too
-        much for a constant threshold. With "none", no threshold can be suggested for the reasons in
-        `warnings`.
+        much for a constant threshold. With "none", no threshold can be suggested, and `warnings`
+        explains why.
       threshold: The best constant threshold. It is NaN if the recommendation is "none".
       regime: The type of change of the level after the warm-up: "stationary", "drifting" or
         "stepped".
@@ -73,14 +73,14 @@ class Suggestion:
         level is stationary.
       warmup_steps: The number of initial norms outside the range of later norms, at most a tenth of
         all norms.
-      typical_norm: The median of the ordinary norms after the warm-up.
+      typical_norm: The median of the norms after the warm-up, without spikes.
       spread: The standard deviation of the logarithms of ordinary norms above their level.
-      warnings: Reasons why the suggestion may be wrong. They should be checked first.
+      warnings: Reasons why the suggestion may be wrong. Check these first.
       notes: Additional facts and advice.
       num_nonfinite: The number of norms that are NaN or infinite.
       num_zeros: The number of norms that are zero.
       norms: float64[n], all norms.
-      steps: int64[n], the steps of the norms.
+      steps: int64[n], the steps at which the norms were recorded.
       is_spike: bool[n], True for norms after the warm-up that are far above their level.
     """
 
@@ -213,12 +213,13 @@ def _replay(gradients: Any, *, make: Callable[[], optax.GradientTransformation])
 def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggestion:
     """Suggests a threshold that leaves ordinary gradients unchanged and clips spikes.
 
-    The level is a running median of the logarithms over a twelfth of the run, and the scale is the
-    median deviation from the level. Spikes are norms that are at least 1.5 times their level and
-    exceed the tail of the ordinary norms. The threshold is 4.5 scales above the level, or above the
-    0.9 quantile of a level that changes. It is between 1.5 and 8 times the level, and at most 1.25
-    times the largest ordinary norm. If the level changes by a factor of about 4, an adaptive method
-    is recommended. If the run diverged or the norms were already clipped, no threshold is
+    The level is a running median of the log norms with a window of a twelfth of the run. The scale
+    is a robust standard deviation around the level, which is computed from the median absolute
+    deviation. Spikes are norms that are at least 1.5 times their level and lie beyond the tail of
+    the remaining, ordinary norms. The threshold is 4.5 scales above the level, or above the 0.9
+    quantile of the level if the level changes. It is between 1.5 and 8 times the level, and at most
+    1.25 times the largest ordinary norm. If the level changes by a factor of about 4, an adaptive
+    method is recommended. If the run diverged or the norms were already clipped, no threshold is
     suggested. Note that norms must be recorded before clipping, for example with
     `optaxclip.monitor.record` as the first stage of a chain. You can use
     `python -m benchmarks.suggesting` to measure how often suggestions are wrong.
@@ -227,8 +228,8 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
       norms: The norms of the raw gradients in the order of the steps, float[n]. You can use
         `optaxclip.monitor.history` or `optaxclip.tuning.read_log` to get them. Norms that are NaN,
         infinite or zero are counted and then ignored.
-      steps: The steps of the norms, int[n]. Defaults to the index of a pandas Series, and otherwise
-        to 0, 1, ...
+      steps: The steps of the norms, int[n]. Defaults to the index if `norms` is a pandas Series,
+        and otherwise to 0, 1, ...
 
     Returns:
       A `Suggestion`.
@@ -304,7 +305,7 @@ def _check_norms(norms: HostArrayLike) -> Floats:
     try:
         array = np.asarray(norms)
     except ValueError:
-        # NumPy rejects lists of different lengths.
+        # NumPy rejects ragged nested lists.
         array = np.asarray(None)
     if array.dtype == object or hasattr(norms, "_fields"):
         raise TypeError(
@@ -359,7 +360,7 @@ def _loss_reasons(norms: Floats, logs: Floats, shape: Shape) -> tuple[str, ...]:
 
 
 def _clip_reasons(norms: Floats) -> tuple[str, ...]:
-    """Returns the reason why the norms, float64[n], were probably clipped before."""
+    """Returns the reason why the norms, float64[n], had probably already been clipped."""
     largest = norms.max()
     pile = int(np.sum(norms >= 0.999 * largest))
     # Coarsely rounded norms are often equal too, but not mainly to the largest norm.
