@@ -94,7 +94,7 @@ def test_test_file_names_stay_unique():
 
 BACKEND_ONLY = {"reshard", "auto_axes", "place_on_mesh_of", "use_abstract_mesh"}
 BACKEND_ONLY |= {"platform_dependent", "enable_x64"}
-KNOWS_PRIMITIVES = "per_example.ghost.primitives"
+KNOWS_PRIMITIVES = "per_example._ghost_primitives"
 """It tells JAX's primitives by their names."""
 
 
@@ -138,7 +138,7 @@ def test_only_allowed_modules_define_custom_derivatives():
     # The taps are differentiated inside of loops in `test_ghost_options.py`.
     allowed = {
         ("_base.derivatives", "jax.custom_jvp"),
-        ("per_example.ghost.interpreter", "jax.custom_vjp"),
+        ("per_example._ghost_interpreter", "jax.custom_vjp"),
     }
     assert {(name, of_jax) for name, of_jax in used if of_jax in jax_names} == allowed
 

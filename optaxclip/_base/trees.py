@@ -5,7 +5,15 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -262,6 +270,34 @@ def broadcast_prefix(
     return [values[i] for i in flat.inexact_indices]
 
 
+def broadcast_branches(by_branch: Mapping[Any, Any], flat: FlatTree) -> list[int] | None:
+    """Returns the int of its branch for each measured leaf, or 0 if the dict lacks the branch.
+
+    Returns None if the tree lacks a branch of the dict, or if a value is not an int.
+    """
+
+    def path_keys(path: Path) -> list[Any]:
+        fields = ("key", "name", "idx")
+        return [next((getattr(x, f) for f in fields if hasattr(x, f)), x) for x in path]
+
+    # The dict may contain branches that are None or masked, so these are included.
+    leaves = jax.tree.leaves_with_path(
+        flat.tree(), is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode)
+    )
+    paths = [path_keys(path) for path, _ in leaves]
+    for branch, _ in jax.tree.leaves_with_path(by_branch):
+        keys = path_keys(branch)  # A branch may be deeper or shallower than a leaf.
+        if not any(keys[: len(path)] == path[: len(keys)] for path in paths):
+            return None
+    values = []
+    for i in flat.inexact_indices:
+        value: Any = by_branch
+        for key in path_keys(flat.paths[i]):
+            value = value.get(key, 0) if isinstance(value, Mapping) else value
+        values.append(value)
+    return values if all(isinstance(value, (int, np.integer)) for value in values) else None
+
+
 def _summarize_tree(tree: PyTree) -> str:
     """Describes a tree by its type and its first leaves."""
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
@@ -378,6 +414,21 @@ class Grouping:
 
 NUM_NORMS_WARNING = 2**24
 """The arrays for more norms would use much memory compared with the gradients."""
+
+
+def tree_scope(scope: Callable[[FlatTree], Grouping]) -> Callable[[FlatTree], Grouping]:
+    """Decorates a scope to explain calls with anything but a tree."""
+
+    @functools.wraps(scope)
+    def scope_fn(flat: FlatTree) -> Grouping:
+        if not isinstance(flat, FlatTree):
+            raise TypeError(
+                f"a scope must be called with a tree, got {short_repr(flat)}, as if it were a "
+                'schedule; pass static_args=("scope",) to optax.inject_hyperparams'
+            )
+        return scope(flat)
+
+    return scope_fn
 
 
 def warn_if_many_norms(grouping: Grouping, name: str) -> None:

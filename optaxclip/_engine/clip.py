@@ -52,13 +52,13 @@ from optaxclip._base.types import (
 from optaxclip._base.validation import validate_call
 from optaxclip._engine.measure import ScaledNorms, mask_nonfinite, measure, relative_error
 from optaxclip._engine.options import ClipOptions, Options, document_options
-from optaxclip._engine.plan import Plan, get_param_leaves, make_plan
+from optaxclip._engine.plan import Plan, get_param_leaves, make_plan, resolve_scope
 from optaxclip._engine.record import initial_info, update_info
 from optaxclip._engine.scale import Multiplier, compute_multiplier, scale
 from optaxclip.nonfinite import checkify_finite
 from optaxclip.norms import Norm
 from optaxclip.responses import Response
-from optaxclip.scopes.leaves import Scope, resolve_scope
+from optaxclip.scopes import Scope
 from optaxclip.thresholds._constant import (
     ThresholdLike,
     check_threshold,

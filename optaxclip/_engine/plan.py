@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import chex
 import jax.numpy as jnp
@@ -20,8 +20,9 @@ from optaxclip._backend.leaf_shardings import LeafShardings, apply_scope, infer_
 from optaxclip._backend.packing import arrange_by_layout, ravel_and_concatenate, split_and_reshape
 from optaxclip._backend.reductions import ScaledSums
 from optaxclip._base.state import StaticNames
-from optaxclip._base.trees import FlatTree, Group, Grouping, align_params
+from optaxclip._base.trees import FlatTree, Group, Grouping, align_params, tree_scope
 from optaxclip._base.types import NormTree, PyTree
+from optaxclip._base.validation import accepts_args, check_called, short_repr
 from optaxclip._engine.options import Options
 from optaxclip.scopes import Scope
 
@@ -180,3 +181,79 @@ def get_param_leaves(
     flat_params = align_params(flat, params, options.name)
     placement = infer_shardings(plan.grouping, flat_params, options.sharding_hints)
     return flat_params.inexact_leaves(), dataclasses.replace(plan, placement=placement)
+
+
+def resolve_scope(scope: Scope) -> Scope:
+    """Checks that a scope is a function that is not a factory, and wraps scopes of users."""
+    if not callable(scope):
+        raise TypeError(
+            f"scope must be from optaxclip.scopes, got {scope!r:.80} of type "
+            f"{type(scope).__name__}; use, for example, clip_by(scopes.leaf(), 1.0)"
+        )
+    check_called(scope, "optaxclip.scopes", "scope", "scopes")
+    # Our scopes return valid groupings, which need no check.
+    if str(getattr(scope, "__module__", "")).startswith("optaxclip."):
+        return scope
+    # A function `(path, leaf) -> label` is an argument of `group`, not a scope.
+    if accepts_args(scope, "path", None) and not accepts_args(scope, "tree"):
+        raise TypeError(
+            f"scope must be from optaxclip.scopes, got {short_repr(scope)} with two arguments; use "
+            "scopes.group(fn) for a function (path, leaf) -> label"
+        )
+    return _UserScope(scope)
+
+
+@dataclasses.dataclass(frozen=True)
+class _UserScope:
+    """A scope of a user with checked results. Two scopes are equal if their functions are."""
+
+    scope: Scope
+
+    def __call__(self, flat: FlatTree) -> Grouping:
+        return _check_grouping(tree_scope(self.scope)(flat), flat)
+
+
+def _check_grouping(grouping: Any, flat: FlatTree) -> Grouping:
+    """Checks the result of a user's scope, and sorts the groups by their names."""
+    if not isinstance(grouping, Grouping):
+        raise TypeError(
+            f"a scope must return an optaxclip.scopes.Grouping, got {short_repr(grouping)} of type "
+            f"{type(grouping).__name__}; use scopes.group(fn) for a function that returns labels"
+        )
+    layouts = get_args(get_type_hints(Grouping)["layout"])
+    if grouping.layout not in layouts:
+        raise ValueError(
+            f"the layout of a Grouping must be one of {layouts}, got {grouping.layout!r}"
+        )
+    for group in grouping.groups:
+        if not isinstance(group, Group):
+            raise TypeError(
+                f"the groups of a Grouping must be scopes.Group, got {short_repr(group)}"
+            )
+    shapes, names = flat.shapes(), flat.names()
+    # A partition of the leaves contains all indices exactly once.
+    members = sorted(i for group in grouping.groups for i in group.leaf_indices)
+    if len(grouping.axes) != len(shapes) or members != list(range(len(shapes))):
+        raise ValueError(
+            f"a scope must return a group and the axes of the norm for each of the {len(shapes)} "
+            f"measured leaves, got groups of the leaves {members} and {len(grouping.axes)} axes"
+        )
+    for group in grouping.groups:
+        for i in group.leaf_indices:
+            rest = tuple(n for k, n in enumerate(shapes[i]) if k not in grouping.axes[i])
+            if rest != group.shape or not {*grouping.axes[i]} <= {*range(len(shapes[i]))}:
+                raise ValueError(
+                    f"the group {group.names} of leaf '{names[i]}', which has shape {shapes[i]} "
+                    f"and norms over the axes {grouping.axes[i]}, must have the shape {rest}, got "
+                    f"{group.shape}"
+                )
+        # In the other layouts, a group has a single name.
+        number = int(np.prod(group.shape)) if grouping.layout == "vector" else 1
+        if len(group.names) != number:
+            raise ValueError(f"a group must have {number} names here, got {group.names}")
+    if grouping.layout == "scalar" and (len(grouping.groups) != 1 or grouping.groups[0].shape):
+        raise ValueError(
+            f'a Grouping must have one group in the layout "scalar", got {len(grouping.groups)}'
+        )
+    groups = tuple(sorted(grouping.groups, key=lambda group: group.names))
+    return Grouping(groups, tuple(map(tuple, grouping.axes)), grouping.layout, grouping.has_labels)

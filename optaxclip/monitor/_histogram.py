@@ -29,7 +29,7 @@ from optaxclip._base.types import PyTree
 from optaxclip._base.validation import check_choice, check_int, validate_call
 from optaxclip._engine.measure import compute_group_histograms
 from optaxclip._engine.options import Options, ShardingOptions, document_options
-from optaxclip._engine.plan import Plan, get_param_leaves, make_plan
+from optaxclip._engine.plan import Plan, get_param_leaves, make_plan, resolve_scope
 from optaxclip.monitor._find_states import (
     check_not_vmapped,
     fetch_to_host,
@@ -37,7 +37,7 @@ from optaxclip.monitor._find_states import (
     names_lost_error,
     unbox,
 )
-from optaxclip.scopes.leaves import Scope, resolve_scope
+from optaxclip.scopes import Scope
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -31,11 +31,11 @@ from optaxclip._base.types import PyTree
 from optaxclip._base.validation import check_bool, check_int, did_you_mean, validate_call
 from optaxclip._engine.measure import measure, with_entries
 from optaxclip._engine.options import Options, ShardingOptions, document_options
-from optaxclip._engine.plan import Plan, get_param_leaves, make_plan
+from optaxclip._engine.plan import Plan, get_param_leaves, make_plan, resolve_scope
 from optaxclip._engine.products import InnerProducts, products
 from optaxclip.monitor._find_states import check_ring_buffer
 from optaxclip.norms import Norm
-from optaxclip.scopes.leaves import Scope, resolve_scope
+from optaxclip.scopes import Scope
 from optaxclip.thresholds._constant import loss_from_extra_args
 
 

@@ -21,6 +21,7 @@ from optaxclip._base.numerics import combine_norms, norm_dtype
 from optaxclip._base.trees import FlatTree, Grouping, flatten
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, check_choice, short_repr
+from optaxclip._engine.plan import resolve_scope
 from optaxclip._loss_arguments import get_batch_size
 from optaxclip.per_example._batched_clip import (
     ClippedSums,
@@ -30,7 +31,7 @@ from optaxclip.per_example._batched_clip import (
 )
 from optaxclip.per_example._noise import QuantileThreshold
 from optaxclip.responses import Response, as_response
-from optaxclip.scopes.leaves import Scope, resolve_scope
+from optaxclip.scopes import Scope
 from optaxclip.thresholds._constant import check_threshold, resolve_rule
 from optaxclip.thresholds._rule import check_threshold_value, update_rule
 

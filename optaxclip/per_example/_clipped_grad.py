@@ -27,9 +27,9 @@ from optaxclip.per_example._example_loss import (
     retry_separately,
     scan_microbatches,
 )
+from optaxclip.per_example._ghost_clip import check_scope, compute_clipped_sums
+from optaxclip.per_example._ghost_plan import GhostNormPlan
 from optaxclip.per_example._noise import sensitivity_factor
-from optaxclip.per_example.ghost.clip import check_scope, compute_clipped_sums
-from optaxclip.per_example.ghost.plan import GhostNormPlan
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 

@@ -14,6 +14,7 @@ import optaxclip.scopes as scopes
 from optaxclip._base.trees import Grouping
 from optaxclip._base.types import PyTree
 from optaxclip._base.validation import check_bool, check_choice, check_int, validate_call
+from optaxclip._engine.plan import resolve_scope
 from optaxclip._loss_arguments import LossArguments, check_argnums
 from optaxclip.per_example._batched_clip import ClippedSums, compute_example_norms
 from optaxclip.per_example._clip_sum import padding_flags
@@ -25,9 +26,9 @@ from optaxclip.per_example._example_loss import (
     retry_separately,
     scan_microbatches,
 )
-from optaxclip.per_example.ghost.clip import check_scope, compute_norms
-from optaxclip.per_example.ghost.plan import GhostNormPlan
-from optaxclip.scopes.leaves import Scope, resolve_scope
+from optaxclip.per_example._ghost_clip import check_scope, compute_norms
+from optaxclip.per_example._ghost_plan import GhostNormPlan
+from optaxclip.scopes import Scope
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

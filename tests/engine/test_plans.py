@@ -13,7 +13,7 @@ from optaxclip._backend.leaf_shardings import LeafShardings
 from optaxclip._base.trees import Group, Grouping, flatten
 from optaxclip._engine.measure import ScaledNorms, select_in_range
 from optaxclip._engine.plan import Plan
-from optaxclip.scopes.leaves import count_stacked_axes
+from optaxclip.scopes import _count_stacked_axes
 
 TINY, MAX = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 INF, NAN = np.inf, np.nan
@@ -138,11 +138,11 @@ def test_stacked_layers_have_ordered_names():
     assert names(v=(1,), w=(0, 1)) == ["v/0"]
     flat = flatten({"v": jnp.zeros(2), "w": jnp.zeros((2, 2))}, "params")
     for counts in ({"v": 0, "w": 2}, {"w": np.int32(2)}, lambda name, leaf: 2 * (name == "w")):
-        assert count_stacked_axes(counts, flat) == [0, 2]
+        assert _count_stacked_axes(counts, flat) == [0, 2]
     for wrong, said in ((2, r"from 0 to 1 for leaf 'v' .* got 2"), (-1, "'v' .* got -1")):
         with pytest.raises(
             ValueError, match=f"^stacked must be a number of leading axes, .*{said}"
         ):
-            count_stacked_axes(wrong, flat)
+            _count_stacked_axes(wrong, flat)
     with pytest.raises(ValueError, match=r"from 0 to 2 for leaf 'w' .* got 1\.0"):
-        count_stacked_axes({"v": 0, "w": 1.0}, flat)
+        _count_stacked_axes({"v": 0, "w": 1.0}, flat)

@@ -12,7 +12,7 @@ from jax import lax
 
 from optaxclip._loss_arguments import LossArguments
 from optaxclip.per_example._example_loss import ExampleLoss
-from optaxclip.per_example.ghost.plan import GhostNormPlan
+from optaxclip.per_example._ghost_plan import GhostNormPlan
 
 EXAMPLES = 5
 

@@ -11,7 +11,7 @@ from cases import slow_unless
 from jax import lax
 
 from optaxclip import per_example, scopes
-from optaxclip.per_example.ghost.norms import MAX_ONE_HOT_POSITIONS
+from optaxclip.per_example._ghost_norms import MAX_ONE_HOT_POSITIONS
 
 RNG = np.random.default_rng(0)
 DEGREES = np.append(np.arange(9), 1.4)

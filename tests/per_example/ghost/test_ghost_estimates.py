@@ -1,4 +1,4 @@
-"""What norms allow for rounding is at least what `ghost.bounds` proves, and hardly more."""
+"""The allowances for rounding in norms are at least the proven bounds, and hardly larger."""
 
 import itertools
 
@@ -9,11 +9,11 @@ import pytest
 from cases import slow_unless
 from small_losses import planned, squares
 
-import optaxclip.per_example.ghost.clip as clip_lib
-import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
-import optaxclip.per_example.ghost.sites as sites
-from optaxclip.per_example.ghost.norms import Estimate
-from optaxclip.per_example.ghost.rounding_bounds import PRODUCT
+import optaxclip.per_example._ghost_clip as clip_lib
+import optaxclip.per_example._ghost_rounding_bounds as rounding_bounds
+import optaxclip.per_example._ghost_sites as sites
+from optaxclip.per_example._ghost_norms import Estimate
+from optaxclip.per_example._ghost_rounding_bounds import PRODUCT
 
 SCALES = ((1, 1), (1, 1), (5e-20, 1e10), (1e10, 5e-20), (1e-19, 1e-19))
 """For each example what its data and its cotangents are multiplied by; in the last, products of

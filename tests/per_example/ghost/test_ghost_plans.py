@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 from small_losses import CASES, batch, drawn, ids, planned, squares
 
-import optaxclip.per_example.ghost.primitives as primitives
-import optaxclip.per_example.ghost.sites as sites
-from optaxclip.per_example.ghost.plan import differentiate
+import optaxclip.per_example._ghost_primitives as primitives
+import optaxclip.per_example._ghost_sites as sites
+from optaxclip.per_example._ghost_plan import differentiate
 
 TABLE, INDICES, WIDE, TALL = drawn(30, 20), ids(3, high=30), batch(2, 20), batch(2, 30)
 DENSE = {}

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import optaxclip.per_example.ghost.primitives as primitives
+import optaxclip.per_example._ghost_primitives as primitives
 
 X, IMAGE = np.ones((4, 6), np.float32), np.ones((1, 2, 5, 5), np.float32)
 MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))

@@ -12,13 +12,13 @@ from cases import slow_unless
 from jax import lax
 from small_losses import CASES, planned
 
-import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
+import optaxclip.per_example._ghost_rounding_bounds as rounding_bounds
 from optaxclip._engine.scale import Multiplier
-from optaxclip.per_example.ghost.clip import Norms
-from optaxclip.per_example.ghost.norms import _sum_rows_first
-from optaxclip.per_example.ghost.plan import add_direct_gradients, differentiate
-from optaxclip.per_example.ghost.sites import BackpropResult
-from optaxclip.per_example.ghost.sums import _product_in_parts, split_float32_to_bfloat16
+from optaxclip.per_example._ghost_clip import Norms
+from optaxclip.per_example._ghost_norms import _sum_rows_first
+from optaxclip.per_example._ghost_plan import add_direct_gradients, differentiate
+from optaxclip.per_example._ghost_sites import BackpropResult
+from optaxclip.per_example._ghost_sums import _product_in_parts, split_float32_to_bfloat16
 from optaxclip.scopes import tree
 
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
-import optaxclip.per_example.ghost.primitives as primitives
-import optaxclip.per_example.ghost.sites as sites
+import optaxclip.per_example._ghost_primitives as primitives
+import optaxclip.per_example._ghost_sites as sites
 from optaxclip._backend.elementwise import product_with_bfloat16
 from optaxclip._base.numerics import floor_pow2, reciprocal_pow2, static_size_or_none
 from optaxclip._engine.scale import Multiplier
 from optaxclip.per_example._batched_clip import expand_like, sum_dtype
-from optaxclip.per_example.ghost.norms import (
+from optaxclip.per_example._ghost_norms import (
     NormTerm,
     einsum,
     exact_operands,
     map_chunks,
     sum_blocks,
 )
-from optaxclip.per_example.ghost.sites import Axes, BackpropResult, ParamUse
+from optaxclip.per_example._ghost_sites import Axes, BackpropResult, ParamUse
 
 _LARGEST = 2.0**70
 """The maximum of data times cotangents times factors for extreme examples of a convolution."""

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
-import optaxclip.per_example.ghost.primitives as primitives
-import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
-import optaxclip.per_example.ghost.sites as sites
+import optaxclip.per_example._ghost_primitives as primitives
+import optaxclip.per_example._ghost_rounding_bounds as rounding_bounds
+import optaxclip.per_example._ghost_sites as sites
 from optaxclip._backend.elementwise import dispatch_chunk_size
 from optaxclip._backend.leaf_shardings import LeafShardings
 from optaxclip._base.numerics import safe_sqrt, static_size_or_none
@@ -32,7 +32,7 @@ from optaxclip._loss_arguments import (
     restore_batch_order,
 )
 from optaxclip.norms import l2
-from optaxclip.per_example.ghost.sites import BackpropResult, ParamUse, Sizes
+from optaxclip.per_example._ghost_sites import BackpropResult, ParamUse, Sizes
 
 CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
 """The approximate number of bytes of a chunk, which on a CPU fits into its caches."""

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
-import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
-import optaxclip.per_example.ghost.sites as sites
+import optaxclip.per_example._ghost_rounding_bounds as rounding_bounds
+import optaxclip.per_example._ghost_sites as sites
 from optaxclip._backend.global_view import global_view
 from optaxclip._base.numerics import reciprocal_pow2
 from optaxclip._base.trees import FlatTree, Grouping
@@ -31,10 +31,10 @@ from optaxclip.per_example._batched_clip import (
     sums_specs,
 )
 from optaxclip.per_example._example_loss import RunningSums
-from optaxclip.per_example.ghost.norms import Estimate, bound_norms
-from optaxclip.per_example.ghost.plan import GhostNormPlan, add_direct_gradients, differentiate
-from optaxclip.per_example.ghost.sites import BackpropResult
-from optaxclip.per_example.ghost.sums import compute_weighted_sum
+from optaxclip.per_example._ghost_norms import Estimate, bound_norms
+from optaxclip.per_example._ghost_plan import GhostNormPlan, add_direct_gradients, differentiate
+from optaxclip.per_example._ghost_sites import BackpropResult
+from optaxclip.per_example._ghost_sums import compute_weighted_sum
 from optaxclip.responses import Response
 
 Key = tuple[int, int]

@@ -14,9 +14,9 @@ import jax
 import jax.extend.core as jex
 from jax import Array
 
-import optaxclip.per_example.ghost.primitives as primitives
+import optaxclip.per_example._ghost_primitives as primitives
 from optaxclip._base.programs import extract_piece, is_literal, last_uses
-from optaxclip.per_example.ghost.primitives import Loop
+from optaxclip.per_example._ghost_primitives import Loop
 
 
 class ReshapeOp(NamedTuple):

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
-import optaxclip.per_example.ghost.primitives as primitives
-import optaxclip.per_example.ghost.sites as sites
+import optaxclip.per_example._ghost_primitives as primitives
+import optaxclip.per_example._ghost_sites as sites
 from optaxclip._base.numerics import norm_dtype, static_size_or_none
-from optaxclip.per_example.ghost.interpreter import ParamSlice, ParamTracker, Program, evaluate
-from optaxclip.per_example.ghost.norms import NormTerm
-from optaxclip.per_example.ghost.sites import BackpropResult, Layout, ParamUse, Sizes
-from optaxclip.per_example.ghost.sums import gradients_of_examples
+from optaxclip.per_example._ghost_interpreter import ParamSlice, ParamTracker, Program, evaluate
+from optaxclip.per_example._ghost_norms import NormTerm
+from optaxclip.per_example._ghost_sites import BackpropResult, Layout, ParamUse, Sizes
+from optaxclip.per_example._ghost_sums import gradients_of_examples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip.per_example.ghost.primitives as primitives
-import optaxclip.per_example.ghost.rounding_bounds as rounding_bounds
-from optaxclip.per_example.ghost.interpreter import MatmulSite, ParamSlice, ReshapeOp
+import optaxclip.per_example._ghost_primitives as primitives
+import optaxclip.per_example._ghost_rounding_bounds as rounding_bounds
+from optaxclip.per_example._ghost_interpreter import MatmulSite, ParamSlice, ReshapeOp
 
 
 class BackpropResult(NamedTuple):
