@@ -133,6 +133,28 @@ def select_keep_subnormals(flag: Array, x: Array, y: Array) -> Array:
     return lax.platform_dependent(flag, x, y, cpu=kernels.select_bfloat16_on_cpu, default=select)
 
 
+def restore_where_factors_are_one(x: Array, scaled: Array, power: Array, ratio: Array) -> Array:
+    """Selects `x` where both factors are 1, and `x * power * ratio` otherwise.
+
+    Products with 1 may flush subnormal numbers to zero, but not on GPUs. There, the flags of 25
+    leaves would only take XLA 0.3 s longer to compile (for an H100, as of JAX 0.10.2).
+    """
+
+    def restore(x: Array, scaled: Array, power: Array, ratio: Array) -> Array:
+        # `lax`, because operators would add nested calls for all leaves (as of JAX 0.10.2).
+        one = power.dtype.type(1)
+        is_unchanged = lax.bitwise_and(lax.eq(power, one), lax.eq(ratio, one))  # bool[] or [...]
+        return select_keep_subnormals(is_unchanged, x, scaled)
+
+    def keep_scaled(x: Array, scaled: Array, power: Array, ratio: Array) -> Array:
+        del x, power, ratio
+        return scaled
+
+    return lax.platform_dependent(
+        x, scaled, power, ratio, cuda=keep_scaled, rocm=keep_scaled, default=restore
+    )
+
+
 def force_row_major(leaves: list[Array]) -> list[Array]:
     """Makes CPUs store per-example gradients in the order of the examples."""
     return lax.platform_dependent(

@@ -15,7 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._backend.elementwise import divide_each, scale_and_round, select_keep_subnormals
+from optaxclip._backend.elementwise import (
+    divide_each,
+    restore_where_factors_are_one,
+    scale_and_round,
+    select_keep_subnormals,
+)
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -189,15 +194,13 @@ def _scale_leaf(
     if zero_nonfinite:
         scaled = select_keep_subnormals(ratio == 0, jnp.zeros_like(scaled), scaled)
     if max_unchanged:
-        modulus = jnp.abs(x).astype(accumulation_dtype(x.dtype))
-        modulus, bound = promote_dtypes([modulus, *max_unchanged])
-        is_unchanged = modulus <= bound  # bool[...]
+        abs_x = jnp.abs(x).astype(accumulation_dtype(x.dtype))
+        abs_x, bound = promote_dtypes([abs_x, *max_unchanged])
+        # A select, because products with 1 may flush subnormal numbers to zero.
+        result = select_keep_subnormals(abs_x <= bound, x, scaled)
     else:
-        # `lax`, because operators would add nested calls for all leaves (as of JAX 0.10.2).
-        one = power.dtype.type(1)
-        is_unchanged = lax.bitwise_and(lax.eq(power, one), lax.eq(ratio, one))  # bool[] or [...]
-    # A select, because products with 1 may flush subnormal numbers to zero.
-    return match_weak_type(select_keep_subnormals(is_unchanged, x, scaled), x)
+        result = restore_where_factors_are_one(x, scaled, power, ratio)
+    return match_weak_type(result, x)
 
 
 def _multiply_in_float32(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
