@@ -31,6 +31,8 @@ def chained(name):
 
     def factory(learning_rate: optax.ScalarOrSchedule = 1e-2):
         own = METHODS[name].make()
+        if name == "skip_nonfinite":
+            return optaxclip.skip_nonfinite(optax.adam(learning_rate))
         if name.startswith("skip"):
             return optaxclip.skip_above(optax.adam(learning_rate), 6.0)
         behind = optax.scale_by_learning_rate if is_optimizer else optax.adam
