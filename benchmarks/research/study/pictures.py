@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from benchmarks.research.study.comparing import HARMS, HELPS, UNCLEAR, Case
+from benchmarks.research.study.figures import label
 from benchmarks.research.study.runs import BEST, NONE, RATES, Cell, Pair
 from benchmarks.research.study.summary import Summary
 from optaxclip import plots
@@ -61,7 +62,7 @@ def verdicts(summary: Summary) -> Figure:
         helps = sum((x.verdict == HELPS) - (x.verdict == HARMS) for x in known)
         return -helps, -float(np.mean([x.share.mean for x in known]))
 
-    figure = _figure(len(found))
+    figure = Figure(figsize=(1.2 * WIDTH, ROW * len(found) + AROUND), layout="constrained")
     if not found:
         return figure
     ax = figure.subplots()
@@ -72,7 +73,7 @@ def verdicts(summary: Summary) -> Figure:
                 tile(ax, x, y, of_case.share.mean, of_case.verdict)
     ax.set_xlim(-0.5, len(cases) - 0.5)
     ax.set_ylim(len(methods) - 0.5, -0.5)
-    ax.set_yticks(range(len(methods)), methods)
+    ax.set_yticks(range(len(methods)), [plain_label(method) for method in methods])
     look = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"}
     ax.set_xticks(range(len(cases)), [case.short for case in cases], **look)
     ax.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
@@ -98,7 +99,7 @@ def tile(ax: Any, x: int, y: int, share: float, verdict: str) -> None:
     text = f"{100 * share:+.{1 if abs(share) < 0.0995 else 0}f}"
     is_zero = float(text) == 0.0
     look = {"weight": "bold", "color": "black"} if alpha else {"weight": "normal", "color": "0.4"}
-    size = 11 if abs(share) < 0.995 else 9.5
+    size = 10 if abs(share) < 0.995 else 8.5
     ax.text(x, y, text[is_zero:], ha="center", va="center", fontsize=size, **look)
 
 
@@ -120,7 +121,7 @@ def lost(summary: Summary) -> Figure:
         look = {"color": COLORS[(2, 1, 0)[number]], "markersize": 9 - 2 * number, "clip_on": False}
         look |= {"markerfacecolor": "none" if number < 2 else None, "markeredgewidth": 1.8}
         ax.plot(percent, range(len(methods)), "o^s"[number], label=case.short, zorder=3, **look)
-    ax.set_yticks(range(len(methods)), methods)
+    ax.set_yticks(range(len(methods)), [plain_label(method) for method in methods])
     ax.set_ylim(len(methods) - 0.5, -0.5)
     ax.set_xlim(left=0)
     finish_axes(ax, "lost runs, %", legend=False)
@@ -142,7 +143,7 @@ def recovery(summary: Summary) -> Figure:
         _around(ax, summary, pair, case)
     figure.axes[-1].set_xlabel("steps after the spike")
     handles = axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -180,7 +181,11 @@ def _around(ax: Any, summary: Summary, pair: Pair, case: Case) -> None:
     every = next(cell.every for cell in found.values() if cell is not None)
     is_there = ~np.isnan(list(shown.values())).any(0)
     shown = {name: losses[is_there] for name, losses in shown.items()}
-    plots.loss_curves(shown, every * np.arange(-BEFORE, AFTER + 1)[is_there], ax=ax)
+    plots.loss_curves(
+        {plain_label(name): losses for name, losses in shown.items()},
+        every * np.arange(-BEFORE, AFTER + 1)[is_there],
+        ax=ax,
+    )
     losses = np.concatenate(list(shown.values()))
     losses, gain = losses[np.isfinite(losses)], summary.study.gains[pair]
     low = np.min(losses)
@@ -189,3 +194,8 @@ def _around(ax: Any, summary: Summary, pair: Pair, case: Case) -> None:
     ax.set_title(str(pair))
     ax.set_xlabel("")
     ax.set_ylabel("held-out loss")
+
+
+def plain_label(method: str) -> str:
+    """Returns the name of a method on the page, without code quotes."""
+    return label(method).replace("`", "")
