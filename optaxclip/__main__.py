@@ -87,7 +87,7 @@ def _run_suggest(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
     if path and find_spec("matplotlib") is None:
         parser.error(f"--plot needs matplotlib: {install_command('plot')}")
     if path and path.is_dir():
-        parser.error(f"--plot must be a file, got the directory {path}; pass {path / 'norms.png'}")
+        parser.error(f"--plot must be a file, got a directory; pass {path / 'norms.png'}")
     try:
         with warnings.catch_warnings():
             # The printed suggestion contains the warnings.

@@ -327,13 +327,13 @@ VALUE_ERRORS = {
     ),
     r"clip_by: .* got the new groups \['b'\]; "
     "initialize the state with all params": lambda: clip_by(LEAF, 1.0).update(ONE, STATE({})),
-    r"^the sparse leaf 'w' must have a single group, got .* \(0,\)": lambda: scoped(
+    r"^sparse leaf 'w' must be one group, got .* \(0,\)": lambda: scoped(
         scopes.unit(), {"w": SPARSE}
     ),
     "^axes must be all 2 axes of the sparse leaf 'w', got 0": lambda: scoped(
         scopes.axes(0), {"w": SPARSE}
     ),
-    "^the sparse leaf 'w' must have a single group": lambda: scoped(
+    "^sparse leaf 'w' must be one group": lambda: scoped(
         scopes.leaf(stacked=1), {"w": SPARSE}
     ),
     r"given for the groups \['a'\], got \['a', 'b'\]": lambda: scoped(

@@ -141,7 +141,7 @@ def test_stacked_layers_have_ordered_names():
         assert _count_stacked_axes(counts, flat) == [0, 2]
     for wrong, said in ((2, r"from 0 to 1 for leaf 'v' .* got 2"), (-1, "'v' .* got -1")):
         with pytest.raises(
-            ValueError, match=f"^stacked must be a number of leading axes, .*{said}"
+            ValueError, match=f"^stacked must be from 0 to .*{said}"
         ):
             _count_stacked_axes(wrong, flat)
     with pytest.raises(ValueError, match=r"from 0 to 2 for leaf 'w' .* got 1\.0"):
