@@ -408,7 +408,7 @@ def _count_stacked_axes(stacked: StackedAxes, flat: FlatTree) -> list[int]:
     for i, (leaf, count) in enumerate(zip(flat.inexact_leaves(), counts, strict=True)):
         if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):
             raise ValueError(
-                f"stacked must be from 0 to {np.ndim(leaf)} for leaf '{flat.names()[i]}' of shape "
+                f"stacked must be an int from 0 to {np.ndim(leaf)} for leaf '{flat.names()[i]}' of shape "
                 f"{np.shape(leaf)}, got {count!r}"
             )
     if isinstance(stacked, (int, np.integer)) and stacked:

@@ -333,9 +333,7 @@ VALUE_ERRORS = {
     "^axes must be all 2 axes of the sparse leaf 'w', got 0": lambda: scoped(
         scopes.axes(0), {"w": SPARSE}
     ),
-    "^sparse leaf 'w' must be one group": lambda: scoped(
-        scopes.leaf(stacked=1), {"w": SPARSE}
-    ),
+    "^sparse leaf 'w' must be one group": lambda: scoped(scopes.leaf(stacked=1), {"w": SPARSE}),
     r"given for the groups \['a'\], got \['a', 'b'\]": lambda: scoped(
         scopes.group({"w": "a"}), threshold={"a": 1.0, "b": thresholds.zscore()}
     ),

@@ -207,7 +207,9 @@ VALUE_ERRORS = {
     r"threshold must be a scalar, got an array of shape \(2,\); "
     r"pass a dict from group names": lambda: clip_sum(np.ones(2)),
     r"one example, which has no.*got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
-    "contain at least one position, .* got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(jnp.ones(2)),
+    "contain at least one position, .* got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(
+        jnp.ones(2)
+    ),
     r"argnums must be distinct .* got \(0, 0\)": lambda: grads_of(dot, argnums=(0, 0)),
     "batch_argnums must be distinct": lambda: grads_of(dot, batch_argnums=(1, -1)),
     "argnums must be distinct positions among 2": lambda: grads_of(dot, argnums=7),
