@@ -71,8 +71,8 @@ def _add_suggest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--column",
         metavar="NAME",
-        help="the column, key (a.b for b in the object a), or tag of the gradient norm; required if "
-        "it is unclear",
+        help="the column, key (a.b for b in the object a), or tag of the gradient norm; required "
+        "if it is unclear",
     )
     plot_help = "save a plot of the norms and their histogram"
     parser.add_argument("--plot", type=Path, metavar="PICTURE", help=plot_help)

@@ -261,7 +261,7 @@ def _call_loss(loss_fn: Any, args: list[Any], keywords: dict[str, Any]) -> Any:
 
 
 def flatten_params(params: PyTree) -> FlatTree:
-    """Flattens parameters and rejects models that contain other leaves, which JAX would train."""
+    """Flattens parameters, and rejects models with other leaves that `jax.grad` would include."""
     # Models exist only if their framework is imported, so it is not imported here.
     for problems, hint in ((_check_nnx(params), _NNX), (_check_equinox(params), _EQUINOX)):
         for problem in problems:

@@ -408,8 +408,8 @@ def _count_stacked_axes(stacked: StackedAxes, flat: FlatTree) -> list[int]:
     for i, (leaf, count) in enumerate(zip(flat.inexact_leaves(), counts, strict=True)):
         if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):
             raise ValueError(
-                f"stacked must be an int from 0 to {np.ndim(leaf)} for leaf '{flat.names()[i]}' of shape "
-                f"{np.shape(leaf)}, got {count!r}"
+                f"stacked must be an int from 0 to {np.ndim(leaf)} for leaf '{flat.names()[i]}' of "
+                f"shape {np.shape(leaf)}, got {count!r}"
             )
     if isinstance(stacked, (int, np.integer)) and stacked:
         sizes = [math.prod(shape[:stacked]) for shape in shapes]
