@@ -351,7 +351,7 @@ VALUE_ERRORS = {
     "eps must not be negative": lambda: stable(eps=-1.0),
     "b2 must be at least 0": lambda: stable(b2=-0.1),
     "clipping_threshold must be a scalar": lambda: stable(clipping_threshold=jnp.ones(2)),
-    r"the updates must have leaves of .*, got the other leaves \['v'\]; use": lambda: SPAM.update(
+    r"the updates must have the leaves .*, got the new leaves \['v'\]; init": lambda: SPAM.update(
         {"w": jnp.ones(2), "v": jnp.ones(1)}, SPAM.init({"w": jnp.ones(2)})
     ),
     "state must be of type SecondMomentState": lambda: SPAM.update(ONE, optax.EmptyState()),
