@@ -337,7 +337,7 @@ def test_clip_by_spectral_norm_rejects_matrix_shards():
         return jax.eval_shape(in_shards, x)
 
     with pytest.raises(
-        ValueError, match=r"must not be sharded .*, got shards along .*; clip outside of shard_map"
+        ValueError, match=r"must not be sharded .*, got shards along .*; use jax.lax.all_gather"
     ):
         inside(P("a"), True)
     with pytest.raises(ValueError, match="specs or axis_name must be set inside pmap"):
