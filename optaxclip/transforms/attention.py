@@ -12,17 +12,10 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
+import optaxclip._base.numerics as numerics
 import optaxclip.scopes as scopes
 from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import Transformation, stateless, transformation
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    cast_elements,
-    divide_no_nan,
-    match_weak_type,
-    norm_dtype,
-    promote_dtypes,
-)
 from optaxclip._base.state import check_state
 from optaxclip._base.trees import (
     FlatTree,
@@ -363,8 +356,9 @@ def _reduce_logits(arrays_by_name: dict[str, list[Any]]) -> dict[str, Array]:
     """Computes the elementwise maximum of the arrays with the same name and 0."""
     result = {}
     for name, arrays in arrays_by_name.items():
-        wide = [x.astype(accumulation_dtype(x.dtype)) for x in map(jnp.asarray, arrays)]
-        largest = jnp.maximum(functools.reduce(jnp.maximum, promote_dtypes(wide)), 0)  # [*heads]
+        wide = [x.astype(numerics.accumulation_dtype(x.dtype)) for x in map(jnp.asarray, arrays)]
+        wide = numerics.promote_dtypes(wide)
+        largest = jnp.maximum(functools.reduce(jnp.maximum, wide), 0)  # [*heads]
         # Non-finite logits do not change the parameters, so they have no derivative.
         result[name] = jnp.where(jnp.isfinite(largest), largest, lax.stop_gradient(largest))
     return result
@@ -384,12 +378,12 @@ def _rescale_params(
     for u, w, before, after, layout in zip(updates, params, logits, clipped, layouts, strict=True):
         u, w = jnp.asarray(u), jnp.asarray(w)
         # [*heads]
-        quotient = jnp.where(jnp.isfinite(before), divide_no_nan(after, before, 1.0), 1)
+        quotient = jnp.where(jnp.isfinite(before), numerics.divide_no_nan(after, before, 1.0), 1)
         # Use float32 or wider for the new updates.
-        wide = norm_dtype([u.dtype, w.dtype])
+        wide = numerics.norm_dtype([u.dtype, w.dtype])
         by = multiplier(quotient.astype(wide), layout)
         # by * u - (1 - by) * w, which is exactly u if by is 1
-        new = scale_by_real(cast_elements(u, wide), by)
-        new = new - scale_by_real(cast_elements(w, wide), 1 - by).astype(new.dtype)
-        rescaled.append(match_weak_type(jnp.where(by == 1, u, new.astype(u.dtype)), u))
+        new = scale_by_real(numerics.cast_elements(u, wide), by)
+        new = new - scale_by_real(numerics.cast_elements(w, wide), 1 - by).astype(new.dtype)
+        rescaled.append(numerics.match_weak_type(jnp.where(by == 1, u, new.astype(u.dtype)), u))
     return rescaled

@@ -9,16 +9,9 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
+import optaxclip._base.numerics as numerics
 from optaxclip._backend.elementwise import coalesce_values, valid_mask
 from optaxclip._backend.global_view import Transformation, global_view, stateless, transformation
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    divide_by_pow2,
-    floor_pow2,
-    is_real,
-    match_weak_type,
-    saturating_cast,
-)
 from optaxclip._base.state import check_state, register_state, safe_increment
 from optaxclip._base.trees import (
     FlatTree,
@@ -197,7 +190,7 @@ def clamp(
 
 def check_bound(bound: Any, argument: str) -> Any:
     """Checks that `bound` is a real number or a real array and returns it."""
-    if not is_real(bound):
+    if not numerics.is_real(bound):
         raise TypeError(
             f"{argument} must be a number or an array, got {short_repr(bound)} of type "
             f"{type(bound).__name__}"
@@ -252,16 +245,17 @@ def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
     """Clips a leaf to bounds that broadcast to its elements."""
     x = jnp.asarray(get_stored_values(leaf))
     if not is_sparse(leaf) or leaf.unique_indices:
-        return replace_values(leaf, match_weak_type(_clamp_array(x, low, high), x))
+        return replace_values(leaf, numerics.match_weak_type(_clamp_array(x, low, high), x))
     is_exact = jnp.issubdtype(x.dtype, jnp.integer)
-    sums, is_first = coalesce_values(leaf, x.dtype if is_exact else accumulation_dtype(x.dtype))
+    dtype = x.dtype if is_exact else numerics.accumulation_dtype(x.dtype)
+    sums, is_first = coalesce_values(leaf, dtype)
     # [stored], the sum of all values with the same index
-    element = sums if is_exact else saturating_cast(sums, x.dtype)
+    element = sums if is_exact else numerics.saturating_cast(sums, x.dtype)
     bounded = _clamp_array(element, low, high)
     # The first value of a clipped element becomes the bound, and its other values become 0.
     changed = jnp.where(is_first, bounded, jnp.zeros_like(x))
     is_kept = (bounded == element) | ~valid_mask(leaf)
-    return replace_values(leaf, match_weak_type(jnp.where(is_kept, x, changed), x))
+    return replace_values(leaf, numerics.match_weak_type(jnp.where(is_kept, x, changed), x))
 
 
 # Jitted so that leaves with equal shapes and dtypes share one trace.
@@ -289,8 +283,8 @@ def _cast_bound(x: Array, bound: ArrayLike) -> Array:
     bound, dtype = jnp.asarray(bound), jnp.finfo(x.dtype).dtype
     # Cast integers to float32 or wider first, because a narrow dtype may not represent them.
     if not jnp.issubdtype(bound.dtype, jnp.floating):
-        bound = bound.astype(accumulation_dtype(dtype))
-    return jnp.broadcast_to(saturating_cast(bound, dtype), x.shape)
+        bound = bound.astype(numerics.accumulation_dtype(dtype))
+    return jnp.broadcast_to(numerics.saturating_cast(bound, dtype), x.shape)
 
 
 def _clip_complex(z: Array, high: Array) -> Array:
@@ -298,16 +292,16 @@ def _clip_complex(z: Array, high: Array) -> Array:
     high = jnp.maximum(high, 0)
     is_infinite = jnp.isinf(z.real) | jnp.isinf(z.imag)
     # Divide by a power of two, because absolute values of finite elements may overflow.
-    unit = lax.stop_gradient(floor_pow2(jnp.maximum(jnp.abs(z.real), jnp.abs(z.imag))))
+    unit = lax.stop_gradient(numerics.floor_pow2(jnp.maximum(jnp.abs(z.real), jnp.abs(z.imag))))
 
     def scale_part(part: Array) -> Array:
         # The infinite parts determine the phase of an infinite element.
         sign = jnp.where(jnp.isinf(part), jnp.sign(part), 0)
-        return jnp.where(is_infinite, sign, divide_by_pow2(part, unit))
+        return jnp.where(is_infinite, sign, numerics.divide_by_pow2(part, unit))
 
     direction = lax.complex(scale_part(z.real), scale_part(z.imag))
     # [*leaf], from 1 to 2 * sqrt(2) for finite nonzero elements
     size = jnp.abs(jnp.where(direction == 0, 1, direction))
-    keep = (direction == 0) | ((size <= divide_by_pow2(high, unit)) & ~is_infinite)
+    keep = (direction == 0) | ((size <= numerics.divide_by_pow2(high, unit)) & ~is_infinite)
     by = high / size
     return jnp.where(keep, z, lax.complex(direction.real * by, direction.imag * by))

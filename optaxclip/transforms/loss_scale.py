@@ -14,19 +14,13 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
+import optaxclip._base.numerics as numerics
 from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import (
     Transformation,
     global_view,
     put_on_device,
     transformation,
-)
-from optaxclip._base.numerics import (
-    floor_pow2,
-    is_real,
-    match_weak_type,
-    reciprocal_pow2,
-    saturating_cast,
 )
 from optaxclip._base.state import check_state, register_state, safe_increment
 from optaxclip._base.trees import dtype_of, flatten, get_stored_values, is_sparse, replace_values
@@ -163,7 +157,7 @@ def scale_loss(
         is_good = skip_state.info.factor > 0
         loss_scale, good_steps = _next_scale(numbers, scale, state.good_steps, is_good)
         # A trainer may have cast the state to a narrower dtype.
-        loss_scale = saturating_cast(loss_scale, jnp.result_type(state.loss_scale))
+        loss_scale = numerics.saturating_cast(loss_scale, jnp.result_type(state.loss_scale))
         return _round_updates(new, params), LossScaleState(loss_scale, good_steps, skip_state)
 
     return transformation(init, update)
@@ -178,7 +172,7 @@ _MIGRATION_HINT = (
 def round_to_pow2(loss_scale: Array) -> Array:
     """Rounds a scale to a float32 power of two. Scales that are 0 or non-finite become 1."""
     # Other code may set the scale.
-    return floor_pow2(jnp.asarray(loss_scale).astype(jnp.float32))
+    return numerics.floor_pow2(jnp.asarray(loss_scale).astype(jnp.float32))
 
 
 @global_view()
@@ -191,14 +185,14 @@ def _next_scale(
     factor, minimum, maximum = (jnp.asarray(x, jnp.float32) for x in powers)
     good_steps = jnp.where(is_good, safe_increment(good_steps), 0)
     grows = good_steps >= interval
-    by = jnp.where(grows, factor, jnp.where(is_good, 1, reciprocal_pow2(factor)))
+    by = jnp.where(grows, factor, jnp.where(is_good, 1, numerics.reciprocal_pow2(factor)))
     return jnp.clip(scale * by, minimum, maximum), jnp.where(grows, 0, good_steps)
 
 
 @global_view(out_like="leaves")
 def _unscale(leaves: list[Any], scale: Array) -> list[Any]:
     """Divides the leaves by the scale in float32 or wider."""
-    inverse = reciprocal_pow2(scale)  # exact, because the scale is a power of two
+    inverse = numerics.reciprocal_pow2(scale)  # exact, because the scale is a power of two
     return [
         replace_values(leaf, _product(jnp.asarray(get_stored_values(leaf)), inverse))
         for leaf in leaves
@@ -210,7 +204,7 @@ def _unscale(leaves: list[Any], scale: Array) -> list[Any]:
 def _product(x: Array, by: Array) -> Array:
     wide = _upcast_aval(x)
     product = scale_by_real(wide, by.astype(jnp.finfo(wide.dtype).dtype))
-    return match_weak_type(product, wide)
+    return numerics.match_weak_type(product, wide)
 
 
 @functools.cache
@@ -258,11 +252,11 @@ def _check_pow2(value: Any, argument: str) -> Any:
     """Checks that `value` is a power of two and returns it. Traced values are rounded down."""
     expected = "a power of two from 2.0**-126 to 2.0**126"
     message = f"{argument} must be {expected}, got {short_repr(value)}"
-    if not is_real(value) or jnp.ndim(value):
+    if not numerics.is_real(value) or jnp.ndim(value):
         raise TypeError(message)
     # The value of a tracer is unknown, for example in `optax.inject_hyperparams`.
     if isinstance(value, Tracer):
-        return floor_pow2(value.astype(jnp.float32))
+        return numerics.floor_pow2(value.astype(jnp.float32))
     number = float(value)
     if not (2.0**-126 <= number <= 2.0**126 and math.frexp(number)[0] == 0.5):
         raise ValueError(message)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip._base.numerics as numerics
 import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
 from optaxclip._backend.elementwise import coalesce_values
@@ -17,14 +18,6 @@ from optaxclip._backend.global_view import (
     global_view,
     template_on_device,
     transformation,
-)
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    cast_elements,
-    multiply,
-    safe_sqrt,
-    select,
-    sqrt_where_positive,
 )
 from optaxclip._base.state import check_state, register_state, safe_increment
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, replace_values
@@ -92,7 +85,7 @@ def zero_moments(flat: FlatTree, *, real_only: bool = False) -> PyTree:
 
 def wide_dtype(dtype: jnp.dtype, *, real: bool = False) -> Any:
     """Returns float32 or wider. The result is complex for complex dtypes unless `real` is True."""
-    own = accumulation_dtype(dtype)
+    own = numerics.accumulation_dtype(dtype)
     if real or not jnp.issubdtype(dtype, jnp.complexfloating):
         return own
     return jnp.complex128 if own == jnp.float64 else jnp.complex64
@@ -165,7 +158,7 @@ class _ClipElementsAbove(ClipMethod):
     def leaf_operands(self, by: Multiplier, threshold_values: Array) -> Sequence[Array]:
         """Returns the multipliers and the thresholds of the elements, [groups]."""
         # All elements of non-finite groups are multiplied.
-        return (*by, select(by.ratio > 0, threshold_values, -1))
+        return (*by, numerics.select(by.ratio > 0, threshold_values, -1))
 
     def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
         """Scales a leaf. For `BCOO` leaves, the sums of values with equal indices are compared."""
@@ -303,14 +296,16 @@ def _clip_and_update_leaf(
     is_finite = lax.ne(threshold, threshold.dtype.type(jnp.inf))
     # Replace an infinite threshold by 1, because a product with infinity would have the derivative
     # NaN. Negative thresholds act as 0.
-    scale = safe_sqrt(lax.max(select(is_finite, threshold, 1), threshold.dtype.type(0)))
-    is_positive, root = sqrt_where_positive(moment)
+    finite = numerics.select(is_finite, threshold, 1)
+    scale = numerics.safe_sqrt(lax.max(finite, threshold.dtype.type(0)))
+    is_positive, root = numerics.sqrt_where_positive(moment)
     is_bounded = lax.bitwise_and(is_positive, lax.bitwise_and(is_active, is_finite))
-    clipped = clamp_leaf(leaf, None, select(is_bounded, multiply(root, scale), jnp.inf))
-    square = norms.l2.map(cast_elements(jnp.asarray(clipped), moment.dtype))
+    bound = numerics.select(is_bounded, numerics.multiply(root, scale), jnp.inf)
+    clipped = clamp_leaf(leaf, None, bound)
+    square = norms.l2.map(numerics.cast_elements(jnp.asarray(clipped), moment.dtype))
     # With a decay of 1/2, XLA on GPUs adds the moment and the square before it multiplies them, and
     # the sum must be finite (as of JAX 0.10.2).
     square = lax.min(square, jnp.finfo(moment.dtype).max / 2)
     decay = jnp.asarray(decay).astype(moment.dtype)
-    new = lax.add(multiply(moment, decay), multiply(square, 1 - decay))
+    new = lax.add(numerics.multiply(moment, decay), numerics.multiply(square, 1 - decay))
     return clipped, lax.select(jnp.isfinite(leaf), new, moment)

@@ -10,19 +10,10 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
+import optaxclip._base.numerics as numerics
 import optaxclip.norms as norms
 from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import Transformation, global_view, transformation
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    expand_dims_at,
-    map_real_imag,
-    match_weak_type,
-    norm_dtype,
-    saturating_cast,
-    select,
-    sqrt_where_positive,
-)
 from optaxclip._base.state import check_state, register_state, safe_increment
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, ClipState, NonFinite, PyTree
@@ -137,7 +128,7 @@ def scale_by_stable_adam(
         mu, nu = (NamedMoments.create(tree) for tree in (state.mu, state.nu))
         # Lists of [*leaf]
         leaves = (flat.inexact_leaves(), mu.get(flat, name), nu.get(flat, name))
-        dtype = norm_dtype(average.dtype for average in leaves[2])
+        dtype = numerics.norm_dtype(average.dtype for average in leaves[2])
         # The weights of the current step in the averages, [tensors]
         weights = [_ema_weight(beta, safe_increment(state.count), dtype) for beta in betas]
         ratios = _ratios(*leaves, weights[1:], eps, of_leaf=_ratio, plan=plan)
@@ -183,7 +174,8 @@ def _ratio(grad: Any, mu: Array, nu: Array, per_tensor: Array, eps: Any) -> Arra
     g, nu = _cast_grad(grad, mu), nu.astype(wide_dtype(nu.dtype))
     # Ratios of non-finite elements are non-finite anyway. If the elements were replaced as in
     # `_direction`, XLA would materialize an array per leaf (as of JAX 0.10.2).
-    nu = _update_average(nu, norms.l2.map(map_real_imag(_clamp_to_squarable, g)), per_tensor[0])
+    square = norms.l2.map(numerics.map_real_imag(_clamp_to_squarable, g))
+    nu = _update_average(nu, square, per_tensor[0])
     return _divide_by_rms(g, nu, eps, lax.max)
 
 
@@ -195,16 +187,16 @@ def _direction(
     mu_weight, nu_weight, factor = per_tensor
     state_dtypes = [jnp.finfo(x.dtype).dtype for x in (mu, nu)]
     g = _cast_grad(grad, mu)
-    g = map_real_imag(_clamp_to_squarable, select(jnp.isfinite(g), g, 0))
+    g = numerics.map_real_imag(_clamp_to_squarable, numerics.select(jnp.isfinite(g), g, 0))
     # Compute in float32 or wider, because a trainer may have cast the state.
     mu, nu = (x.astype(wide_dtype(x.dtype)) for x in (mu, nu))
     mu = _update_average(mu, g, mu_weight)
     nu = _update_average(nu, norms.l2.map(g), nu_weight)
     x, direction = jnp.asarray(grad), _divide_by_rms(mu, nu, eps, lax.add)
     direction = scale_by_real(direction, _expand_to(factor, nu))
-    mu = map_real_imag(lambda part: saturating_cast(part, state_dtypes[0]), mu)
-    nu = saturating_cast(nu, state_dtypes[1])
-    return match_weak_type(direction.astype(x.dtype), x), mu, nu
+    mu = numerics.map_real_imag(lambda part: numerics.saturating_cast(part, state_dtypes[0]), mu)
+    nu = numerics.saturating_cast(nu, state_dtypes[1])
+    return numerics.match_weak_type(direction.astype(x.dtype), x), mu, nu
 
 
 def _update_average(average: Array, new: Array, weight: Array) -> Array:
@@ -214,8 +206,8 @@ def _update_average(average: Array, new: Array, weight: Array) -> Array:
 
 def _expand_to(per_tensor: Array, elements: Array) -> Array:
     """Adds trailing axes to per-tensor numbers so that they broadcast to elements."""
-    per_tensor = per_tensor.astype(accumulation_dtype(elements.dtype))
-    return expand_dims_at(per_tensor, tuple(range(per_tensor.ndim, elements.ndim)))
+    per_tensor = per_tensor.astype(numerics.accumulation_dtype(elements.dtype))
+    return numerics.expand_dims_at(per_tensor, tuple(range(per_tensor.ndim, elements.ndim)))
 
 
 def _cast_grad(grad: Any, mu: Array) -> Array:
@@ -237,11 +229,11 @@ def _divide_by_rms(
 ) -> Array:
     """Computes `x / combine(sqrt(square), eps)`, or 0 if both are 0."""
     eps = lax.max(jnp.asarray(eps).astype(square.dtype), square.dtype.type(0))
-    is_positive, root = sqrt_where_positive(square)
+    is_positive, root = numerics.sqrt_where_positive(square)
     # If `eps` is 0, compute 0 / inf instead of 0 / 0. The derivatives are then also 0.
-    zero_divisor = lax.full_like(square, select(eps == 0, jnp.inf, eps))
-    divisor = select(is_positive, combine(root, eps), zero_divisor)
-    return map_real_imag(lambda part: lax.div(part, divisor), x)
+    zero_divisor = lax.full_like(square, numerics.select(eps == 0, jnp.inf, eps))
+    divisor = numerics.select(is_positive, combine(root, eps), zero_divisor)
+    return numerics.map_real_imag(lambda part: lax.div(part, divisor), x)
 
 
 def _clamp_to_squarable(x: Array) -> Array:
