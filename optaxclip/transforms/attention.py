@@ -13,18 +13,11 @@ from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
 import optaxclip._base.numerics as numerics
+import optaxclip._base.trees as trees
 import optaxclip.scopes as scopes
 from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import Transformation, stateless, transformation
 from optaxclip._base.state import check_state
-from optaxclip._base.trees import (
-    FlatTree,
-    align_params,
-    broadcast_prefix,
-    flatten,
-    is_sparse,
-    leaf_name,
-)
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._base.validation import check_bool, check_name, validate_call
 from optaxclip._engine.clip import clip_by, fresh_if_none
@@ -237,7 +230,7 @@ def clip_attention_logits(
         return clip_by(scopes.axes(()), threshold, norm="linf", **options)
 
     def init(params: PyTree) -> ClipState:
-        flat = flatten(params, "params")
+        flat = trees.flatten(params, "params")
         head_leaves = _find_head_leaves(flat, heads)
         # `optax.tree_map_params` initializes with trees without leaves.
         if flat.inexact_indices and not head_leaves:
@@ -249,7 +242,7 @@ def clip_attention_logits(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None, max_logits: PyTree = None, **_: Any
     ) -> tuple[PyTree, Any]:
-        flat = flatten(updates, "updates")
+        flat = trees.flatten(updates, "updates")
         for value, argument in ((params, "params"), (max_logits, "max_logits")):
             if value is None:
                 raise ValueError(
@@ -260,7 +253,7 @@ def clip_attention_logits(
         only = flat._replace(inexact_indices=[leaf.position for leaf in head_leaves])
         logits = _logits_by_name(head_leaves, max_logits, name)  # name -> [*heads]
         clipped, state = clip_logits(_head_specs(head_leaves, specs, only)).update(logits, state)
-        weights = align_params(only, params, name).inexact_leaves()
+        weights = trees.align_params(only, params, name).inexact_leaves()
         before, after = ([tree[leaf.name] for leaf in head_leaves] for tree in (logits, clipped))
         layouts = tuple(leaf.layout for leaf in head_leaves)
         operands = (only.inexact_leaves(), weights, before, after)
@@ -288,7 +281,9 @@ class _HeadLeaf(NamedTuple):
     shape: tuple[int, ...]  # of the logits
 
 
-def _find_head_leaves(flat: FlatTree, heads: Callable[[str, Any], Heads | None]) -> list[_HeadLeaf]:
+def _find_head_leaves(
+    flat: trees.FlatTree, heads: Callable[[str, Any], Heads | None]
+) -> list[_HeadLeaf]:
     head_leaves = []
     rows = zip(flat.inexact_indices, flat.inexact_leaves(), flat.names(), strict=True)
     for position, leaf, name in rows:
@@ -297,7 +292,7 @@ def _find_head_leaves(flat: FlatTree, heads: Callable[[str, Any], Heads | None])
             continue
         if not isinstance(own, Heads):
             raise TypeError(f"heads must return optaxclip.Heads or None, got {own!r} for '{name}'")
-        if is_sparse(leaf):
+        if trees.is_sparse(leaf):
             raise TypeError(f"heads must return None for sparse leaves, got Heads for '{name}'")
         path = _split_path(flat.paths[position])
         layout, shape = resolve_heads(own, np.shape(leaf), name)
@@ -306,14 +301,14 @@ def _find_head_leaves(flat: FlatTree, heads: Callable[[str, Any], Heads | None])
 
 
 def _split_path(path: Path) -> tuple[str, ...]:
-    return tuple(leaf_name(path).split("/")) if path else ()
+    return tuple(trees.leaf_name(path).split("/")) if path else ()
 
 
-def _head_specs(head_leaves: list[_HeadLeaf], specs: PyTree, flat: FlatTree) -> PyTree:
+def _head_specs(head_leaves: list[_HeadLeaf], specs: PyTree, flat: trees.FlatTree) -> PyTree:
     """Returns the sharding of the logits from the sharding of the parameters."""
     if specs is None or not head_leaves:
         return None
-    pairs = zip(head_leaves, broadcast_prefix(specs, flat, "specs"), strict=True)
+    pairs = zip(head_leaves, trees.broadcast_prefix(specs, flat, "specs"), strict=True)
     select = meshes.select_spec_entries
     return {leaf.name: select(spec, leaf.layout.axes, leaf.layout.rank) for leaf, spec in pairs}
 
@@ -322,7 +317,7 @@ def _logits_by_name(
     head_leaves: list[_HeadLeaf], max_logits: PyTree, name: str
 ) -> dict[str, Array]:
     """Returns a dict from leaf names to the logits of their heads. Negative logits become 0."""
-    flat = flatten(max_logits, "max_logits", integer_policy="error")
+    flat = trees.flatten(max_logits, "max_logits", integer_policy="error")
     arrays_by_path: dict[tuple[str, ...], list[Any]] = {}
     for i in flat.inexact_indices:
         if jnp.iscomplexobj(flat.leaves[i]):

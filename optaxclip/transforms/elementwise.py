@@ -10,17 +10,10 @@ from jax import Array, lax
 from jax.core import Tracer
 
 import optaxclip._base.numerics as numerics
+import optaxclip._base.trees as trees
 from optaxclip._backend.elementwise import coalesce_values, valid_mask
 from optaxclip._backend.global_view import Transformation, global_view, stateless, transformation
 from optaxclip._base.state import check_state, register_state, safe_increment
-from optaxclip._base.trees import (
-    FlatTree,
-    dtype_of,
-    flatten,
-    get_stored_values,
-    is_sparse,
-    replace_values,
-)
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, short_repr, validate_call
 from optaxclip.thresholds._constant import ScalarOrSchedule, needs_state_message
@@ -130,11 +123,11 @@ def _clip_by_bounds(
         if is_scheduled:
             raise ValueError(needs_state_message(name))
         return stateless(
-            lambda grads, *_, **__: clamp(flatten(grads, "updates"), *bounds, arguments)
+            lambda grads, *_, **__: clamp(trees.flatten(grads, "updates"), *bounds, arguments)
         )
 
     def init(params: PyTree) -> ClipByValueState:
-        flatten(params, "params")
+        trees.flatten(params, "params")
         return ClipByValueState(jnp.zeros((), jnp.int32))
 
     def update(
@@ -149,14 +142,14 @@ def _clip_by_bounds(
             check_bound(bound(state.steps), "the schedule's value") if callable(bound) else bound
             for bound in bounds
         )
-        clipped = clamp(flatten(updates, "updates"), lowest, highest, arguments)
+        clipped = clamp(trees.flatten(updates, "updates"), lowest, highest, arguments)
         return clipped, ClipByValueState(safe_increment(state.steps))
 
     return transformation(init, update)
 
 
 def clamp(
-    flat: FlatTree, low: ArrayLike | None, high: ArrayLike, arguments: tuple[str, str]
+    flat: trees.FlatTree, low: ArrayLike | None, high: ArrayLike, arguments: tuple[str, str]
 ) -> PyTree:
     """Clips elements to `[low, high]`, or to `[-high, high]` if `low` is None.
 
@@ -169,7 +162,7 @@ def clamp(
         if bound is None or not np.shape(bound):
             continue
         for leaf, name in zip(leaves, flat.names(), strict=True):
-            shape = np.shape(get_stored_values(leaf))
+            shape = np.shape(trees.get_stored_values(leaf))
             try:
                 fits = np.broadcast_shapes(np.shape(bound), shape) == shape
             except ValueError:
@@ -180,9 +173,9 @@ def clamp(
                     f"{np.shape(bound)}; pass a scalar"
                 )
     # Use one bound per dtype instead of per leaf, because operands of compiled calls take time.
-    dtypes = set(map(_canonical, {dtype_of(leaf) for leaf in leaves}))
+    dtypes = set(map(_canonical, {trees.dtype_of(leaf) for leaf in leaves}))
     lows, highs = (
-        None if x is None else {str(dtype): _clip_bound_to_dtype(x, dtype) for dtype in dtypes}
+        {str(dtype): None if x is None else _clip_bound_to_dtype(x, dtype) for dtype in dtypes}
         for x in (low, high)
     )
     return flat.unflatten(_clamp_by_dtype(leaves, lows, highs))
@@ -231,21 +224,16 @@ _canonical = jax.dtypes.canonicalize_dtype
 
 
 @global_view(out_like="leaves")
-def _clamp_by_dtype(
-    leaves: list[Any], lows: dict[str, Any] | None, highs: dict[str, Any]
-) -> list[Any]:
-    rows = [(leaf, str(_canonical(dtype_of(leaf)))) for leaf in leaves]
-    return [
-        _clamp_leaf_jitted(leaf, None if lows is None else lows[dtype], highs[dtype])
-        for leaf, dtype in rows
-    ]
+def _clamp_by_dtype(leaves: list[Any], lows: dict[str, Any], highs: dict[str, Any]) -> list[Any]:
+    pairs = [(leaf, str(_canonical(trees.dtype_of(leaf)))) for leaf in leaves]
+    return [_clamp_leaf_jitted(leaf, lows[dtype], highs[dtype]) for leaf, dtype in pairs]
 
 
 def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
     """Clips a leaf to bounds that broadcast to its elements."""
-    x = jnp.asarray(get_stored_values(leaf))
-    if not is_sparse(leaf) or leaf.unique_indices:
-        return replace_values(leaf, numerics.match_weak_type(_clamp_array(x, low, high), x))
+    x = jnp.asarray(trees.get_stored_values(leaf))
+    if not trees.is_sparse(leaf) or leaf.unique_indices:
+        return trees.replace_values(leaf, numerics.match_weak_type(_clamp_array(x, low, high), x))
     is_exact = jnp.issubdtype(x.dtype, jnp.integer)
     dtype = x.dtype if is_exact else numerics.accumulation_dtype(x.dtype)
     sums, is_first = coalesce_values(leaf, dtype)
@@ -255,7 +243,7 @@ def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
     # The first value of a clipped element becomes the bound, and its other values become 0.
     changed = jnp.where(is_first, bounded, jnp.zeros_like(x))
     is_kept = (bounded == element) | ~valid_mask(leaf)
-    return replace_values(leaf, numerics.match_weak_type(jnp.where(is_kept, x, changed), x))
+    return trees.replace_values(leaf, numerics.match_weak_type(jnp.where(is_kept, x, changed), x))
 
 
 # Jitted so that leaves with equal shapes and dtypes share one trace.

@@ -263,11 +263,6 @@ def clip_by_spectral_norm(
       >>> print(updates)
       [[3.  0.  0. ]
        [0.  3.2 2.4]]
-      >>> soft = optaxclip.clip_by_spectral_norm(1.0).update(grads, None)[0]
-      >>> for row in soft.tolist():
-      ...     print(row)
-      [0.948683, 0.0, 0.0]
-      [0.0, 0.784465, 0.588348]
     """
     mode = check_choice(mode, get_args(Mode), "mode")
     rule = check_threshold(threshold, "threshold")
