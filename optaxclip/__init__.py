@@ -124,7 +124,6 @@ __all__ = [
     "zclip",
 ]
 
-
 _OTHER_LIBRARIES = {
     # PyTorch
     "clip_grad_norm_": "clip_by_global_norm(max_norm)",

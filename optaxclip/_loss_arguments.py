@@ -45,14 +45,14 @@ class LossArguments(NamedTuple):
         batch = _check_positions(batch_argnums, count, "batch_argnums")
         if set(batch) & set(params) or not batch:
             raise ValueError(
-                f"batch_argnums must contain at least one position, and none from argnums "
+                "batch_argnums must contain at least one position, and none from argnums "
                 f"{params}, got {batch} of {count} arguments"
             )
         return cls(args, params[0] if is_single else params, batch)
 
     @property
     def params(self) -> PyTree:
-        """The differentiated argument if `argnums` is an int, and a tuple of them otherwise."""
+        """The differentiated argument if `argnums` is an int, otherwise a tuple of arguments."""
         if isinstance(self.argnums, int):
             return self.args[self.argnums]
         return tuple(self.args[i] for i in self.argnums)
@@ -64,15 +64,11 @@ class LossArguments(NamedTuple):
 
     def merge(self, params: PyTree, batch: tuple[Any, ...]) -> list[Any]:
         """Returns all arguments with the given parameters and batch."""
-        args = list(self.args)
-        if isinstance(self.argnums, int):
-            args[self.argnums] = params
-        else:
-            for i, value in zip(self.argnums, params, strict=True):
-                args[i] = value
-        for i, value in zip(self.batch_argnums, batch, strict=True):
-            args[i] = value
-        return args
+        positions, values = self.argnums, params
+        if isinstance(positions, int):
+            positions, values = (positions,), (params,)
+        new = dict(zip((*positions, *self.batch_argnums), (*values, *batch), strict=True))
+        return [new.get(i, arg) for i, arg in enumerate(self.args)]
 
 
 def _check_positions(argnums: Sequence[int], count: int, argument: str) -> tuple[int, ...]:
@@ -116,12 +112,10 @@ def get_batch_size(flat: FlatTree, argument: str, hint: str = "") -> int:
     """Returns the common size of the leading axes. Error messages end with `hint`."""
     sizes: dict[str, tuple[int, ...]] = {}
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        name = leaf_name(path)
         if is_sparse(leaf):
-            raise TypeError(
-                f"{argument} must be dense, got a BCOO for leaf '{leaf_name(path)}'; pass "
-                "leaf.todense()"
-            )
-        sizes[leaf_name(path)] = np.shape(leaf)
+            raise TypeError(f"{argument} must be dense, got the BCOO '{name}'; pass leaf.todense()")
+        sizes[name] = np.shape(leaf)
     if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
         raise ValueError(
             f"{argument} must have leaves [examples, ...] with the same number of examples, got "
@@ -213,8 +207,7 @@ def loss_and_aux(
         raise TypeError(f"loss_fn must return a real loss, got {value!r:.80}{hint}")
     if jnp.shape(value) != ():
         raise ValueError(
-            f"loss_fn must return a scalar, {description}, got {describe_array(value)}; reduce it "
-            "to a scalar"
+            f"loss_fn must return a scalar, {description}, got {describe_array(value)}"
         )
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise TypeError(f"loss_fn must return a real float, got {describe_array(value)}")

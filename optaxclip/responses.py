@@ -81,10 +81,8 @@ def auto_s(gamma: float = 0.01) -> Response:
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> response = optaxclip.responses.auto_s(1.0)
-      >>> info = optaxclip.clip_tree(
-      ...     [jnp.array([3.0, 0.0])], 1.0, scope=optaxclip.scopes.tree(), response=response)[1]
-      >>> print(info.factor)
-      0.25
+      >>> print(response(jnp.array(3.0), trigger=1.0, target=1.0))
+      0.75
     """
     return _AutoS(_check_range(gamma, 0, _MAX_FLOAT32, "gamma"))
 
@@ -213,7 +211,6 @@ class _ClipWithEps:
         return jnp.minimum(_AutoS(self.eps)(norm, trigger, target), norm)
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
-        """Returns the multipliers of groups."""
         del trigger
         divisor = norm + jnp.asarray(self.eps).astype(norm.dtype)
         # The quotient may overflow for norms far below the threshold, where the factor is 1.

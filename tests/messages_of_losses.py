@@ -112,9 +112,9 @@ TYPE_ERRORS = {
     r"response must .* call it, as in responses\.band\(\)": lambda: clip_sum(
         1.0, response=responses.band
     ),
-    "grads must be dense, got a BCOO for leaf 'leaf'": lambda: clip_sum(1.0, SPARSE),
-    "^grads must be dense, got a BCOO for leaf 'leaf'": lambda: (
-        optaxclip.per_example_global_norm_clip(SPARSE, 1.0)
+    "grads must be dense, got the BCOO 'leaf'": lambda: clip_sum(1.0, SPARSE),
+    "^grads must be dense, got the BCOO 'leaf'": lambda: optaxclip.per_example_global_norm_clip(
+        SPARSE, 1.0
     ),
     r"must return \(loss, aux\)": lambda: grads_of(lambda w, x: jnp.sum(w * x), has_aux=True),
     r"\(loss, aux\) with has_aux=True, got": lambda: grads_of(

@@ -374,7 +374,6 @@ def _rescale_params(
         u, w = jnp.asarray(u), jnp.asarray(w)
         # [*heads]
         quotient = jnp.where(jnp.isfinite(before), numerics.divide_no_nan(after, before, 1.0), 1)
-        # Use float32 or wider for the new updates.
         wide = numerics.norm_dtype([u.dtype, w.dtype])
         by = multiplier(quotient.astype(wide), layout)
         # by * u - (1 - by) * w, which is exactly u if by is 1

@@ -36,7 +36,6 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: float32[], the scale for the next loss, a power of two.
-        `optaxclip.monitor.loss_scale` returns it.
       good_steps: int32[], the number of steps with finite gradients since the scale changed or a
         step was skipped.
       skip: The `SkipState` of the wrapped optimizer.

@@ -46,11 +46,10 @@ def clip_by_block_rms(
       **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
 
     Example:
-      >>> import jax.numpy as jnp, optax, optaxclip
-      >>> clip = optaxclip.clip_by_block_rms(1.0)
-      >>> print(clip.update(jnp.array([7.0, 1.0]), None)[0])
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_block_rms(1.0)
+      >>> print(tx.update(jnp.array([7.0, 1.0]), None)[0])
       [1.4 0.2]
-      >>> tx = optax.chain(optax.scale_by_adam(), clip, optax.scale_by_learning_rate(1e-3))
     """
     # Check thresholds before `clip_by` so that messages contain the name of this argument.
     rule = check_threshold(threshold, "threshold")
@@ -110,11 +109,6 @@ def clip_by_global_norm(
         PyTorch, as described in `optaxclip.responses.clip_with_eps`. Defaults to None, which adds
         nothing.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
-
-    Raises:
-      ValueError: If the threshold is negative, NaN, or not a scalar, if a name is unknown, or if
-        `eps` is negative or not a Python number.
-      TypeError: If the threshold is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -133,10 +133,6 @@ def clip_by_moving_max(
       floor: The minimum threshold. Smaller maxima are not recorded.
       **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
 
-    Returns:
-      A transformation with a `ClipState`, where `norm` is the largest absolute value of a leaf.
-      Updates keep their shapes, dtypes, and weak types.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.clip_by_moving_max(decay=0.5)
@@ -291,7 +287,6 @@ def _clip_and_update(
 def _clip_and_update_leaf(
     leaf: Any, moment: Array, threshold: Any, decay: Any, is_active: Array
 ) -> tuple[Any, Array]:
-    """Clips a leaf by its second moment and returns the new moment."""
     threshold = jnp.asarray(threshold).astype(moment.dtype)
     is_finite = lax.ne(threshold, threshold.dtype.type(jnp.inf))
     # Replace an infinite threshold by 1, because a product with infinity would have the derivative

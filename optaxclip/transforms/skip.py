@@ -146,7 +146,6 @@ def evaluate_rule(
 # The thresholds are replicated scalars [], and the new state is sharded like the old state.
 _update_rule_globally = global_view(out_like=lambda _, state, *__: (jax.P(), state))(update_rule)
 
-
 _WRAP_STATE = (
     "To continue a run without this wrapper, insert the old state into a new state: "
     "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"

@@ -281,7 +281,6 @@ class _SingularValues(ClipMethod):
     iterations: int
 
     def compute_norms(self, leaves: list[Any], plan: Plan, options: Options) -> ScaledNorms:
-        """Returns the largest singular values of all matrices."""
         for i, (leaf, name) in enumerate(zip(leaves, plan.leaf_names, strict=True)):
             subject = f"{options.name}: leaf '{name}' of shape {leaf.shape}"
             if is_sparse(leaf):
@@ -308,7 +307,6 @@ class _SingularValues(ClipMethod):
         return by.ratio, threshold_values
 
     def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
-        """Clips the singular values of the matrices of a leaf."""
         del options
         ratios, thresholds = columns
         return _clip_leaf(leaf, thresholds, ratios, leaf.ndim - len(axes), self)
@@ -334,7 +332,6 @@ def _largest_singular_values(x: Array, stack: int) -> Array:
 def _clip_leaf(
     x: Array, thresholds: Array, ratios: Array, stack: int, by: _SingularValues
 ) -> Array:
-    """Clips the singular values of the matrices of a leaf."""
     if numerics.static_size_or_none(x.size) == 0:
         return x
     clip_one = functools.partial(clip_matrix, mode=by.mode, iterations=by.iterations)
