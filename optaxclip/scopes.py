@@ -45,7 +45,7 @@ StackedAxes: TypeAlias = PyTree | Callable[[str, Array], int]
 
 @validate_call()
 def tree() -> Scope:
-    """Puts all leaves into one group.
+    """Treats the whole tree as one group.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -107,7 +107,7 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
 
 @validate_call()
 def leaf(stacked: StackedAxes = 0) -> Scope:
-    """Makes a group of each leaf, or of each layer of leaves that stack layers.
+    """Treats each leaf as a group, or each layer of leaves that stack layers.
 
     Args:
       stacked: The number of leading axes that stack layers, for example for a `scan` over layers:
@@ -142,7 +142,7 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
 
 @validate_call()
 def axes(axes: int | Sequence[int]) -> Scope:
-    """Makes a group of each slice of the leaves along the given axes.
+    """Treats each slice of the leaves along the given axes as a group.
 
     Args:
       axes: The axes over which norms are computed. Negative numbers count from the end.
@@ -174,7 +174,7 @@ def unit(
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     stacked: StackedAxes = 0,
 ) -> Scope:
-    """Makes a group of the parameters of each output unit.
+    """Treats the parameters of each output unit as a group.
 
     By default, the last axis of a leaf must be its output axis, as in Flax, Haiku, and Keras, and
     norms are computed over the axes in this table. You must pass `axis` for leaves `[out, in]`, as
@@ -223,7 +223,7 @@ def unit(
 
 @validate_call()
 def ensemble_member(axis: int = 0) -> Scope:
-    """Makes a group of each ensemble member, for leaves `[members, ...]`.
+    """Treats each ensemble member as a group, for leaves `[members, ...]`.
 
     Use this scope if an ensemble or runs with different seeds are stacked in one tree. It clips
     members separately, like `jax.vmap` of the update. If you used the scope `tree`, one exploding
@@ -274,7 +274,7 @@ def ensemble_member(axis: int = 0) -> Scope:
 
 @validate_call()
 def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
-    """Makes two groups: leaves trained with Muon by `optax.contrib.muon`, and all other leaves.
+    """Treats leaves trained with Muon in `optax.contrib.muon` as a group, and the rest as another.
 
     Muon's updates do not depend on the scale of its gradients, so these gradients should not affect
     how much Adam's gradients are clipped. Muon itself only needs clipping for spikes, which affect
