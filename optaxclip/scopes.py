@@ -274,7 +274,7 @@ def ensemble_member(axis: int = 0) -> Scope:
 
 @validate_call()
 def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
-    """Treats leaves trained with Muon in `optax.contrib.muon` as a group, and the rest as another.
+    """Separates leaves trained with Muon in `optax.contrib.muon` from all other leaves.
 
     Muon's updates do not depend on the scale of its gradients, so these gradients should not affect
     how much Adam's gradients are clipped. Muon itself only needs clipping for spikes, which affect
