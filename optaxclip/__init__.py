@@ -1,9 +1,9 @@
 """optaxclip: gradient clipping for JAX.
 
-This module contains Optax transformations with the names from Optax and the papers. Most of them
-are calls of `clip_by` with parts from `scopes`, `norms`, `thresholds` and `responses`. `ops`
-contains TensorFlow's clipping functions for pytrees, `per_example` clips the gradients of single
-examples, and `accumulate` computes gradients with microbatches.
+The Optax transformations in this module have the names used by Optax and the papers. Most of them
+call `clip_by` with objects from `scopes`, `norms`, `thresholds`, and `responses`. `ops` contains
+TensorFlow's clipping functions for pytrees, `per_example` clips per-example gradients, and
+`accumulate` accumulates gradients over microbatches.
 """
 
 import typing as _typing
@@ -124,7 +124,6 @@ __all__ = [
     "zclip",
 ]
 
-
 _OTHER_LIBRARIES = {
     # PyTorch
     "clip_grad_norm_": "clip_by_global_norm(max_norm)",
@@ -145,13 +144,13 @@ _OTHER_LIBRARIES = {
     "skip_not_finite": "skip_nonfinite(optimizer)",
     "zero_nans": "clip_by_global_norm(max_norm, nonfinite='mask')",
 }
-"""Functions of other libraries, and their replacements."""
+"""The replacements for functions of other libraries."""
 
-# Hidden from type checkers, which assume that a module with a `__getattr__` has all names.
+# Type checkers assume that a module with a `__getattr__` has all names.
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> _typing.NoReturn:
-        """Raises an error with the replacement for a function of another library."""
+        """Raises an error that names the replacement for a function of another library."""
         message = f"module 'optaxclip' has no attribute {name!r}"
         if name not in _OTHER_LIBRARIES:
             raise AttributeError(message)
@@ -162,5 +161,5 @@ if not _typing.TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """Returns the public names without internal packages."""
+    """Returns the public names."""
     return __all__

@@ -27,16 +27,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line and returns its exit code.
 
     Args:
-      argv: The arguments of the command. By default, the arguments of the process are used.
+      argv: The command-line arguments. Defaults to the arguments of the process.
 
     Returns:
-      The exit code, which is 0, 130 after Ctrl-C, or 141 if the output pipe was closed.
+      0 after success, 130 after Ctrl-C, or 141 if the output pipe was closed.
 
     Raises:
-      SystemExit: If an argument is invalid. The code is 2.
+      SystemExit: With code 2 if an argument is invalid.
     """
     parser = _Parser(prog="optaxclip", description="Gradient clipping for JAX.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -48,15 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.exit(2, parser.format_help())
     try:
-        _run_suggest(args)
+        _run_suggest(args, subparser)
         sys.stdout.flush()
         return 0
     except BrokenPipeError:
         # Python flushes again at exit, which would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except argparse.ArgumentError as error:
-        subparser.error(str(error))
     except KeyboardInterrupt:
         return 130
 
@@ -67,31 +65,29 @@ def _add_suggest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "log",
         metavar="LOG",
-        help="a log with names and numbers (CSV, JSON, the output of a trainer), .npy, a "
-        "TensorBoard event file or a directory of these; - for the standard input",
+        help="a CSV, JSON, .npy, or TensorBoard event file, the printed output of a trainer, or a "
+        "directory with event files; use - for standard input",
     )
     parser.add_argument(
         "--column",
         metavar="NAME",
-        help="column, key (a.b for b in the object a) or tag; required if the name of the gradient "
-        "norm is not clear",
+        help="the column, key (a.b for b in the object a), or tag of the gradient norm; required "
+        "if it is unclear",
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="PICTURE", help="draw the norms and their histogram"
-    )
+    plot_help = "save a plot of the norms and their histogram"
+    parser.add_argument("--plot", type=Path, metavar="PICTURE", help=plot_help)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _run_suggest(args: argparse.Namespace) -> None:
-    """Prints a suggestion, and plots it if `--plot` is used."""
-    if find_spec("pandas") is None:
-        raise argparse.ArgumentError(None, f"needs pandas: {install_command('logs')}")
-    if args.plot and find_spec("matplotlib") is None:
-        raise argparse.ArgumentError(None, f"--plot needs matplotlib: {install_command('plot')}")
+def _run_suggest(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Prints a suggestion, and saves a plot if `--plot` is used."""
     path = args.plot
+    if find_spec("pandas") is None:
+        parser.error(f"needs pandas: {install_command('logs')}")
+    if path and find_spec("matplotlib") is None:
+        parser.error(f"--plot needs matplotlib: {install_command('plot')}")
     if path and path.is_dir():
-        message = f"--plot must be a file, got the directory {path}; pass {path / 'norms.png'}"
-        raise argparse.ArgumentError(None, message)
+        parser.error(f"--plot must be a file, got a directory; pass {path / 'norms.png'}")
     try:
         with warnings.catch_warnings():
             # The printed suggestion contains the warnings.
@@ -100,22 +96,26 @@ def _run_suggest(args: argparse.Namespace) -> None:
             norms = read_log(source, args.column)
             suggestion = suggest(norms)
     except OSError as error:
-        raise argparse.ArgumentError(None, f"cannot read {args.log}: {error.strerror}") from error
+        parser.error(f"cannot read {args.log}: {error.strerror}")
     except (ImportError, ValueError) as error:
-        message = str(error).replace("column=", "--column ")
-        raise argparse.ArgumentError(None, message) from error
+        parser.error(str(error).replace("column=", "--column "))
     if path:
         path = path if path.suffix else path.with_name(f"{path.name}.png")
-        _draw(suggestion, path)
+        try:
+            _save_plot(suggestion, path)
+        except OSError as error:
+            parser.error(f"cannot write to {path}: {error.strerror}")
+        except ValueError as error:
+            parser.error(f"cannot write {path}: {error}")
     if args.json:
         print(json.dumps({"column": norms.name} | suggestion.to_dict(), indent=2))
     else:
-        print(f"{suggestion}\nnote: the norms are those of {norms.name!r}")
+        print(f"{suggestion}\nnote: the norms are from {norms.name!r}")
     if path:
-        print(f"picture: {path}", file=sys.stderr if args.json else sys.stdout)
+        print(f"plot: {path}", file=sys.stderr if args.json else sys.stdout)
 
 
-def _draw(suggestion: Suggestion, path: Path) -> None:
+def _save_plot(suggestion: Suggestion, path: Path) -> None:
     from matplotlib.figure import Figure
 
     from optaxclip import plots
@@ -125,13 +125,7 @@ def _draw(suggestion: Suggestion, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     legend_below(plots.norms_over_steps(suggestion, ax=left))
     legend_below(plots.norm_histogram(suggestion, ax=right))
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        message = f"cannot write to {path}: {error.strerror}"
-        raise argparse.ArgumentError(None, message) from error
-    except ValueError as error:
-        raise argparse.ArgumentError(None, f"cannot write {path}: {error}") from error
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,4 @@
-"""Arguments of losses: their roles, the batch in microbatches, and the result of the loss.
-
-`LossArguments` separates the parameters from the batch. `MicrobatchSplit` and the functions after
-it split a batch and restore its order. `loss_and_aux` calls a loss and checks its result.
-`flatten_params` rejects models that contain more than parameters.
-"""
+"""Helpers for loss functions: their arguments, microbatches, and results."""
 
 import functools
 import operator
@@ -39,7 +34,7 @@ class LossArguments(NamedTuple):
         argnums: int | Sequence[int],
         batch_argnums: int | Sequence[int] | None,
     ) -> "LossArguments":
-        """Checks positions. `batch_argnums` defaults to all arguments but the parameters."""
+        """Checks the positions. `batch_argnums` defaults to all arguments except the parameters."""
         count = len(args)
         is_single = isinstance(argnums, int)
         params = _check_positions((argnums,) if is_single else argnums, count, "argnums")
@@ -50,14 +45,14 @@ class LossArguments(NamedTuple):
         batch = _check_positions(batch_argnums, count, "batch_argnums")
         if set(batch) & set(params) or not batch:
             raise ValueError(
-                f"batch_argnums must name arguments other than argnums {params}, at least one, got "
-                f"{batch} of {count} arguments"
+                "batch_argnums must contain at least one position, and none from argnums "
+                f"{params}, got {batch} of {count} arguments"
             )
         return cls(args, params[0] if is_single else params, batch)
 
     @property
     def params(self) -> PyTree:
-        """The differentiated arguments: a tuple, or a single argument if `argnums` is an int."""
+        """The differentiated argument if `argnums` is an int, otherwise a tuple of arguments."""
         if isinstance(self.argnums, int):
             return self.args[self.argnums]
         return tuple(self.args[i] for i in self.argnums)
@@ -68,20 +63,16 @@ class LossArguments(NamedTuple):
         return tuple(self.args[i] for i in self.batch_argnums)
 
     def merge(self, params: PyTree, batch: tuple[Any, ...]) -> list[Any]:
-        """Returns all arguments, with other parameters and another batch."""
-        args = list(self.args)
-        if isinstance(self.argnums, int):
-            args[self.argnums] = params
-        else:
-            for i, value in zip(self.argnums, params, strict=True):
-                args[i] = value
-        for i, value in zip(self.batch_argnums, batch, strict=True):
-            args[i] = value
-        return args
+        """Returns all arguments with the given parameters and batch."""
+        positions, values = self.argnums, params
+        if isinstance(positions, int):
+            positions, values = (positions,), (params,)
+        new = dict(zip((*positions, *self.batch_argnums), (*values, *batch), strict=True))
+        return [new.get(i, arg) for i, arg in enumerate(self.args)]
 
 
 def _check_positions(argnums: Sequence[int], count: int, argument: str) -> tuple[int, ...]:
-    # Negative positions count from the end. Positions out of range are missing in the result.
+    # Negative positions count from the end. Positions out of range are dropped.
     positions = tuple(number % count for number in argnums if -count <= number < count)
     if len(set(positions)) < len(argnums):
         raise ValueError(
@@ -91,22 +82,21 @@ def _check_positions(argnums: Sequence[int], count: int, argument: str) -> tuple
 
 
 def check_argnums(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers | None]:
-    """Checks that the positions of the parameters and of the batch are disjoint ints."""
-    params = normalize_argnums(argnums, "argnums")
+    """Checks that the positions of the parameters and the batch are ints and do not overlap."""
+    params = _normalize_argnums(argnums, "argnums")
     if batch_argnums is None:
         return params, None
-    batch = normalize_argnums(batch_argnums, "batch_argnums")
+    batch = _normalize_argnums(batch_argnums, "batch_argnums")
     shared = {*np.atleast_1d(params).tolist()} & {*np.atleast_1d(batch).tolist()}
     if shared:
         raise ValueError(
-            f"batch_argnums must not contain positions of argnums={params}, got {batch} with "
-            f"{min(shared)}, which is either differentiated or a batch; use the other positions"
+            f"batch_argnums must not contain positions from argnums={params}, got {batch}; remove "
+            f"{min(shared)}"
         )
     return params, batch
 
 
-def normalize_argnums(argnums: Any, argument: str) -> _Numbers:
-    """Converts positions to Python ints, from ints of Python or NumPy."""
+def _normalize_argnums(argnums: Any, argument: str) -> _Numbers:
     # `operator.index` rejects floats, which `int` would truncate.
     try:
         if np.ndim(argnums) == 0:
@@ -119,15 +109,13 @@ def normalize_argnums(argnums: Any, argument: str) -> _Numbers:
 
 
 def get_batch_size(flat: FlatTree, argument: str, hint: str = "") -> int:
-    """Returns the size of the leading axis of all leaves. Messages end with `hint`."""
+    """Returns the common size of the leading axes. Error messages end with `hint`."""
     sizes: dict[str, tuple[int, ...]] = {}
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        name = leaf_name(path)
         if is_sparse(leaf):
-            raise TypeError(
-                f"{argument} must be dense, got a BCOO for leaf '{leaf_name(path)}'; pass "
-                "leaf.todense()"
-            )
-        sizes[leaf_name(path)] = np.shape(leaf)
+            raise TypeError(f"{argument} must be dense, got the BCOO '{name}'; pass leaf.todense()")
+        sizes[name] = np.shape(leaf)
     if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
         raise ValueError(
             f"{argument} must have leaves [examples, ...] with the same number of examples, got "
@@ -137,10 +125,10 @@ def get_batch_size(flat: FlatTree, argument: str, hint: str = "") -> int:
 
 
 class MicrobatchSplit(NamedTuple):
-    """A batch in microbatches, where microbatch `i` has the examples `i`, `i + number`, ...
+    """Microbatches as arrays `[size, number, ...]`.
 
-    If the batch is sharded, devices already have their parts of such strided microbatches, and
-    nothing is gathered. The arrays are `[size, number, ...]`.
+    Microbatch `i` consists of the examples `i`, `i + number`, ... If the batch is sharded, devices
+    already store their parts of such microbatches, so nothing is gathered.
     """
 
     arrays: PyTree
@@ -179,7 +167,7 @@ def remainder(x: Array, rest: int) -> Array:
 
 
 def restore_batch_order(x: Array) -> Array:
-    """Restores the order of the batch in the results of microbatches `[count, size, ...]`."""
+    """Restores the batch order of the results of microbatches, `[count, size, ...]`."""
     # The size is not -1, which is undefined if the examples are empty arrays.
     return constrain_out_sharding(  # [count, size, ...] -> [size * count, ...]
         lambda x: jnp.swapaxes(x, 0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:]),
@@ -189,7 +177,6 @@ def restore_batch_order(x: Array) -> Array:
 
 
 def concatenate_examples(x: Array, y: Array) -> Array:
-    """Concatenates examples `[examples, ...]`."""
     examples = x.shape[0] + y.shape[0]
     return constrain_out_sharding(  # [m, ...], [n, ...] -> [m + n, ...]
         lambda x, y: jnp.concatenate([x, y]),
@@ -207,14 +194,9 @@ def loss_and_aux(
     has_aux: bool,
     description: str,
 ) -> tuple[Array, PyTree]:
-    """Calls a loss, and returns the loss `[]` and aux, which is None if `has_aux` is False.
+    """Calls a loss and returns its value `[]` and its aux, or None if `has_aux` is False.
 
-    Args:
-      loss_fn: The loss.
-      args: The positional arguments.
-      keywords: The keyword arguments.
-      has_aux: If True, `loss_fn` returns `(loss, aux)`.
-      description: A description of the loss for messages.
+    `description` describes the loss in messages.
     """
     result = _call_loss(loss_fn, args, keywords)
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
@@ -225,8 +207,7 @@ def loss_and_aux(
         raise TypeError(f"loss_fn must return a real loss, got {value!r:.80}{hint}")
     if jnp.shape(value) != ():
         raise ValueError(
-            f"loss_fn must return a scalar, {description}, got {describe_array(value)}; reduce it "
-            "to a scalar"
+            f"loss_fn must return a scalar, {description}, got {describe_array(value)}"
         )
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise TypeError(f"loss_fn must return a real float, got {describe_array(value)}")
@@ -234,7 +215,6 @@ def loss_and_aux(
 
 
 def describe_array(value: Any) -> str:
-    """Describes the shape and dtype of an array in a message."""
     return f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"
 
 
@@ -257,80 +237,68 @@ _EQUINOX = """
 
 
 def _call_loss(loss_fn: Any, args: list[Any], keywords: dict[str, Any]) -> Any:
-    """Calls a loss, and adds a hint to the errors of models that must be created in the loss."""
+    """Calls a loss and adds a note to errors of models that must be created in the loss."""
     try:
         return loss_fn(*args, **keywords)
     except Exception as error:
         # The class is compared by name, because Flax may not be installed.
         if type(error).__name__ == "TraceContextError":
             error.add_note(
-                "A model of Flax NNX that is changed inside the loss must be created there from "
-                f"arguments of the loss:{_NNX}"
+                f"Create Flax NNX models inside the loss if the loss changes them:{_NNX}"
             )
         elif "NoneType" in str(error) and _nodes(args, _framework_class("equinox", "Module")):
             error.add_note(
-                "A model of Equinox also needs its leaves that are not arrays, instead of None:"
-                f"{_EQUINOX}"
+                f"Combine the Equinox model with its non-array leaves inside the loss:{_EQUINOX}"
             )
         raise
 
 
 def flatten_params(params: PyTree) -> FlatTree:
-    """Flattens the parameters of a loss.
-
-    Models are rejected if the `grad` of their framework would differentiate other leaves than
-    `jax.grad`, which differentiates all arrays and Python floats.
-    """
+    """Flattens parameters, and rejects models with other leaves that `jax.grad` would include."""
     # Models exist only if their framework is imported, so it is not imported here.
     for problems, hint in ((_check_nnx(params), _NNX), (_check_equinox(params), _EQUINOX)):
         for problem in problems:
             raise TypeError(
-                f"params must contain only parameters, got {problem}; split the model and pass its "
-                f"parameters:{hint}"
+                f"params must contain only parameters, got {problem}; split the model:{hint}"
             )
     return flatten(params, "params")
 
 
 def _check_nnx(params: PyTree) -> Iterator[str]:
-    """Yields leaves that are not parameters, in NNX modules and in states with parameters."""
-    module, variable = (
-        _framework_class("flax.nnx", "Module"),
-        _framework_class("flax.nnx", "Variable"),
+    """Describes leaves of NNX modules, and of states with parameters, that are not parameters."""
+    module, variable, param = (
+        _framework_class("flax.nnx", name) for name in ("Module", "Variable", "Param")
     )
-    param = _framework_class("flax.nnx", "Param")
     for path, node in _nodes(params, module + _framework_class("flax.nnx", "State")):
         pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: isinstance(x, variable))
         if not isinstance(node, module) and not any(isinstance(x, param) for _, x in pairs):
             continue
-        # NNX shares variables by identity, but a pytree has a separate leaf for both names.
+        # NNX shares variables by identity, but pytrees have one leaf per name.
         seen = dict[int, str]()
         for node_path, x in pairs:
             name, dtype = leaf_name((*path, *node_path)), dtype_of(x)
             if isinstance(x, param):
                 if id(x) in seen:
-                    yield (
-                        f"an NNX module whose Param '{seen[id(x)]}' is also '{name}', which JAX "
-                        "would use as two parameters"
-                    )
+                    yield f"the shared NNX Param '{seen[id(x)]}', also at '{name}'"
                 seen[id(x)] = name
             elif isinstance(x, variable):
-                yield f"the {type(x).__name__} '{name}' of NNX together with Params"
+                yield f"the NNX {type(x).__name__} '{name}' together with Params"
             elif dtype is None or jnp.issubdtype(dtype, jnp.inexact):
-                yield f"the array '{name}' of NNX, which is not a Param"
+                yield f"the NNX array '{name}' instead of a Param"
 
 
 def _check_equinox(params: PyTree) -> Iterator[str]:
-    """Yields leaves that are not arrays in modules of Equinox."""
+    """Describes non-array leaves of Equinox modules."""
     for path, node in _nodes(params, _framework_class("equinox", "Module")):
         for node_path, x in jax.tree_util.tree_leaves_with_path(node):
             # `jax.grad` would differentiate Python floats, unlike `eqx.filter_grad`.
             if not hasattr(x, "dtype"):
                 name = leaf_name((*path, *node_path))
-                yield f"an Equinox module with the leaf '{name}', {short_repr(x)}, not an array"
+                yield f"the non-array leaf '{name}' = {short_repr(x)} of an Equinox module"
 
 
 def _nodes(tree: PyTree, kinds: tuple[type, ...]) -> list[tuple[Any, Any]]:
-    """Returns the outermost nodes of these types, with their paths."""
+    """Returns the outermost nodes of these types and their paths."""
     if not kinds:
         return []
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
@@ -338,6 +306,6 @@ def _nodes(tree: PyTree, kinds: tuple[type, ...]) -> list[tuple[Any, Any]]:
 
 
 def _framework_class(module: str, name: str) -> tuple[type, ...]:
-    """Returns a class of a framework, or nothing if the framework is not imported."""
+    """Returns a tuple of the class, which is empty if the framework is not imported."""
     kind = getattr(sys.modules.get(module), name, None)
     return (kind,) if isinstance(kind, type) else ()

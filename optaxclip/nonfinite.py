@@ -1,19 +1,17 @@
 """Policies for groups with a non-finite norm.
 
-  policy    | the group becomes | use it for
-  ----------|-----------|--------------------------------------------------------------
-  `"nan"`   | all NaN   | failing visibly, and for `optax.apply_if_finite` around the chain
-  `"zero"`  | all 0     | continuing without the gradient (Adam's moments still decay)
-  `"mask"`  | non-finite elements 0, the others clipped by their norm | a few non-finite elements
-  `"error"` | a `checkify` error with the names of the leaves | debugging
+  policy    | effect on the group             | purpose
+  ----------|---------------------------------|---------------------------------------------------
+  `"nan"`   | sets all elements to NaN        | makes failures visible, also to a skip wrapper
+  `"zero"`  | sets all elements to 0          | ignores the gradient (Adam's moments still decay)
+  `"mask"`  | sets non-finite elements to 0 and clips the result | ignores the non-finite elements
+  `"error"` | reports the names of its leaves | helps with debugging
 
-The policy "error" requires two lines of `checkify` around a compiled step. Without them, JAX does
-not compile the step::
+The policy "error" reports errors through `checkify`. Under `jit`, you must transform the step,
+because JAX does not compile it otherwise::
 
   error, out = jax.jit(checkify.checkify(step))(*args)
   error.throw()
-
-"nan" and "zero" change all elements of the group, also the finite ones.
 """
 
 from typing import get_args
@@ -27,20 +25,15 @@ from optaxclip._base.validation import check_choice
 
 
 def check_policy(policy: str) -> NonFinite:
-    """Checks that `policy` is one of the policies."""
+    """Checks that the policy is known and returns it."""
     return check_choice(policy, get_args(NonFinite), "nonfinite")
 
 
 def checkify_finite(bad: Array, name: str, leaves: list[str]) -> None:
-    """Reports a non-finite group to `checkify`.
-
-    Args:
-      bad: Flags of the non-finite groups, of any shape.
-      name: The name of the transformation.
-      leaves: The names of the leaves of the group.
-    """
+    """Reports non-finite groups with these leaves to `checkify`. `bad` has any shape."""
     good = ~jnp.any(bad)
-    text = f"{name}: the gradient norm is not finite; leaves: {', '.join(leaves)}"
-    # Without `checkify`, JAX raises its own error when it compiles the check (as of JAX 0.10.2),
-    # and the message cannot be changed. The traceback shows the next line with its comment.
+    names = ", ".join(leaves)
+    text = f"{name}: the gradient norm must be finite, got NaN or infinity in the leaves {names}"
+    # Without `checkify`, JAX raises its own error when it compiles the check (as of JAX 0.10.2).
+    # That message cannot be changed, but the traceback shows the next line with its comment.
     checkify.check(good, text)  # error, out = jit(checkify.checkify(step))(*args); error.throw()

@@ -1,9 +1,8 @@
 """Norms of groups of elements.
 
-A `Norm` has two functions. `map` computes the summand of an element, and `finalize` computes the
-norm from the sum (or the maximum) of the summands of a group. All norms are absolutely homogeneous,
-`norm(a * x) == abs(a) * norm(x)`. Therefore, elements can be measured at another scale if their
-powers overflow or underflow.
+A `Norm` has two functions: `map` transforms elements, and `finalize` computes the norm from their
+sum or maximum. All norms satisfy `norm(a * x) == abs(a) * norm(x)`, so elements can be rescaled if
+their powers would overflow or underflow.
 
   norm          | for elements x with n = len(x)  | name
   --------------|---------------------------------|-----------
@@ -32,16 +31,16 @@ from optaxclip._base.validation import check_called, did_you_mean, short_repr, v
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Norm:
-    """A norm: a function of elements, and a function of the sum over a group.
+    """A norm, defined by a function of the elements and a function of their total.
 
     Attributes:
-      name: The name in messages.
-      map: A function from elements `[...]` (real or complex) to non-negative real summands `[...]`.
-      finalize: A function from the total of a group and its number of elements (at least 1, an
-        array of the same dtype) to the norm.
-      is_max: If True, the total is the largest summand instead of the sum.
-      degree: The power to which `map` raises elements. It determines which totals overflow or
-        underflow.
+      name: The name used in messages.
+      map: A function that transforms real or complex elements `[...]` to non-negative real numbers
+        `[...]`. Their sum is the total of a group.
+      finalize: A function that computes the norm from the total of a group and its number of
+        elements. The number is at least 1 and has the dtype of the total.
+      is_max: If True, the total is the maximum instead of the sum.
+      degree: The power to which `map` raises elements, used to prevent overflow and underflow.
     """
 
     name: str
@@ -61,7 +60,7 @@ def _abs_square(x: Array) -> Array:
 
 
 def _divide(total: Array, count: Any) -> Array:
-    # No division in float64, because `checkify.float_checks` compares the divisor with 0, which
+    # Do not divide in float64, because `checkify.float_checks` then compares the divisor with 0 and
     # causes a warning if 64-bit types are not enabled (as of JAX 0.10.2).
     if total.dtype == jnp.float64 and isinstance(count, (np.ndarray, np.generic)):
         return total * np.reciprocal(count)
@@ -84,33 +83,33 @@ _BY_NAME = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2
 def lp(p: float) -> Norm:
     """Returns the p-norm, `sum(abs(x)**p)**(1/p)`.
 
-    Powers are less accurate, so clipping with `strict` needs a larger margin for rounding. If `p`
-    is not 1, 2 or infinity, the new norms are below the threshold by up to
-    `1 + (1 + log2(n) / 4) / p` millionths for `n` elements in float32, compared with up to 2
-    millionths for all other norms.
+    Rounding errors are larger if `p` is not 1, 2, or infinity. Transformations with `strict=True`
+    then reduce the norms of `n` float32 elements to as little as
+    `1 - 1e-6 * (1 + (1 + log2(n) / 4) / p)` times the threshold, compared with `1 - 2e-6` times the
+    threshold for other norms.
 
     Args:
-      p: The order, above 0 and at most 64, or infinity. For orders below 1, the function is
-        homogeneous, but not a norm in the strict sense.
+      p: The order, which is positive and at most 64, or infinity. Orders below 1 are allowed,
+        although the function is then not a norm.
 
     Raises:
-      ValueError: If `p` is outside this range.
-      TypeError: If `p` is not a number of Python or NumPy.
+      ValueError: If `p` is out of range.
+      TypeError: If `p` is not a Python or NumPy number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> print(optaxclip.ops.global_norm([jnp.array([3.0, -4.0])], norm=optaxclip.norms.lp(3)))
       4.4979415
     """
+    # Compiled programs depend on `p`, so it must be static.
     if isinstance(p, Array) or not is_real(p) or np.ndim(p):
         raise TypeError(
-            "p must be a number of Python or NumPy, because a new program is compiled for each "
-            f"value, got {short_repr(p)} of type {type(p).__name__}; pass, for example, p=3"
+            f"p must be a Python or NumPy number, got {short_repr(p)} of type {type(p).__name__}"
         )
     if p == math.inf:
         return linf
     if not 0 < p <= 64:
-        raise ValueError(f"p must be above 0 and at most 64 (or math.inf), got {p!r}")
+        raise ValueError(f"p must be positive and at most 64 (or math.inf), got {p!r}")
     # The common norms have faster implementations.
     if p in (1, 2):
         return l1 if p == 1 else l2
@@ -136,18 +135,13 @@ def _power_norm(p: float) -> Norm:
 
 
 def as_norm(norm: str | Norm) -> Norm:
-    """Returns the norm with this name, or `norm` itself.
-
-    Raises:
-      ValueError: If the name is unknown.
-      TypeError: If `norm` is neither a name nor a `Norm`.
-    """
+    """Returns the norm with this name, or `norm` itself if it is a `Norm`."""
     if isinstance(norm, Norm):
         return norm
     check_called(norm, __name__, "norm", "norms")
     if isinstance(norm, str) and norm in _BY_NAME:
         return _BY_NAME[norm]
-    # NumPy and PyTorch denote norms by their order, and matrix norms by names.
+    # NumPy and PyTorch use the order of a norm, or a name for a matrix norm.
     text = str(float(norm) if is_real(norm) and np.ndim(norm) == 0 else norm).lower()
     similar = _FOREIGN_NAMES.get(text)
     if not isinstance(norm, str):

@@ -1,11 +1,9 @@
 """TensorFlow's clipping functions for pytrees, with the same names and semantics.
 
-These functions are pure. Leaves can be `None`, scalars, Python floats, NumPy arrays, empty,
-complex, or `BCOO` (TensorFlow's `IndexedSlices`), and trees can be empty. Integers, bools and PRNG
-keys raise `TypeError`. In eager mode, a call runs a single compiled function, which is cached. A
-table in `docs/coming.md` lists the results that differ from TensorFlow by design.
-
-`clip_cotangent`, which TensorFlow does not have, clips inside a backward pass.
+These functions are pure. Leaves can be `None`, scalars, Python floats, NumPy arrays, or `BCOO`
+(TensorFlow's `IndexedSlices`). Arrays can be complex or empty, and trees can be empty. In eager
+mode, a call runs one cached compiled function. `docs/coming.md` lists the intended differences from
+TensorFlow. `clip_cotangent` does not exist in TensorFlow. It clips inside the backward pass.
 """
 
 import functools
@@ -37,22 +35,22 @@ def global_norm(
 ) -> Array:
     """Computes the norm of all leaves together.
 
-    The norm is summed in float32 or wider, and no intermediate value overflows. It is infinite only
-    if the exact norm is infinite, and NaN only if an element is NaN. Its derivative at a tree of
-    zeros is 0.
+    Sums are computed in float32 or wider, and intermediate values cannot overflow. The result is
+    infinite only if the exact norm is infinite, and NaN only if an element is NaN. The derivative
+    at a tree of zeros is 0.
 
     Args:
       tree: A pytree of floating-point or complex arrays.
       norm: "l2" (the default), "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from
         `optaxclip.norms`.
-      axis_name: The mapped axes over which all leaves are sharded, see `optaxclip.clip_by`.
-      specs: The sharding of the leaves, see `optaxclip.clip_by`.
+      axis_name: The mapped axes over which all leaves are sharded, as in `optaxclip.clip_by`.
+      specs: The sharding of the leaves, as in `optaxclip.clip_by`.
 
     Returns:
       The norm, float32[] (float64[] for 64-bit leaves). It is 0 for an empty tree.
 
     Raises:
-      TypeError: If a leaf is an integer, a bool or a PRNG key, or not an array.
+      TypeError: If a leaf is an integer, a bool, a PRNG key, or not an array.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -69,21 +67,21 @@ def global_norm(
 def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> PyTree:
     """Clips elements to `[clip_value_min, clip_value_max]`.
 
-    NaN is unchanged, and infinite elements become the bounds. Complex elements keep their phase,
-    and their modulus becomes at most `clip_value_max`. If the minimum is above the maximum,
-    elements become the minimum, as in TensorFlow.
+    NaN is unchanged, and infinite elements become the bounds. Complex elements are scaled down to
+    an absolute value of at most `clip_value_max`. If the minimum exceeds the maximum, all elements
+    become the minimum, as in TensorFlow.
 
     Args:
       tree: A pytree of arrays. Integer leaves are allowed if both bounds are integers.
-      clip_value_min: A scalar, or an array that broadcasts to all leaves.
-      clip_value_max: A scalar, or an array that broadcasts to all leaves.
+      clip_value_min: The minimum, a scalar or an array that broadcasts to all leaves.
+      clip_value_max: The maximum, a scalar or an array that broadcasts to all leaves.
 
     Returns:
-      A tree of the same structure, shapes, dtypes and weak types.
+      A tree with the same structure, shapes, dtypes, and weak types.
 
     Raises:
-      TypeError: If a bound is not a number, if a bound is floating-point and a leaf is an integer,
-        or if a leaf is a bool, a PRNG key, or not an array.
+      TypeError: If a bound is not a number, if a leaf is an integer and a bound is not, or if a
+        leaf is a bool, a PRNG key, or not an array.
       ValueError: If a bound does not broadcast to the shape of a leaf.
 
     Example:
@@ -95,7 +93,7 @@ def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: Array
     low = elementwise.check_bound(clip_value_min, "clip_value_min")
     high = elementwise.check_bound(clip_value_max, "clip_value_max")
     are_integers = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in (low, high))
-    # TensorFlow clips integers to integer bounds.
+    # Like TensorFlow, clip integers if the bounds are integers.
     homes, integers = memory_spaces(tree), "measure" if are_integers else "error"
     flat = flatten(put_on_device(tree), "tree", integer_policy=integers)
     clamped = elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
@@ -120,12 +118,12 @@ def clip_by_norm(
       specs: The sharding of the leaves, as in `global_norm`.
 
     Returns:
-      A tree of the same structure, shapes, dtypes and weak types. Leaves at or below the threshold
-      are returned unchanged, and all elements of a leaf with a non-finite norm become NaN.
+      A tree with the same structure, shapes, dtypes, and weak types. Norms at or below the
+      threshold do not change. If a norm is non-finite, all of its elements become NaN.
 
     Raises:
-      TypeError: If a leaf is an integer, a bool or a PRNG key, or not an array.
-      ValueError: If `clip_norm` is not a scalar, or if a leaf lacks one of the axes.
+      TypeError: If a leaf is an integer, a bool, a PRNG key, or not an array.
+      ValueError: If `clip_norm` is not a scalar, or if a leaf does not have one of the axes.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -143,8 +141,7 @@ def clip_by_average_norm(
 ) -> PyTree:
     """Scales leaves down to an average norm of at most `clip_norm`.
 
-    The average norm is the L2 norm divided by the number of elements. Note that it is not the root
-    mean square.
+    The average norm is the L2 norm divided by the number of elements, not the root mean square.
 
     Args:
       tree: A pytree of floating-point or complex arrays.
@@ -156,7 +153,7 @@ def clip_by_average_norm(
       A tree as in `clip_by_norm`.
 
     Raises:
-      TypeError: If a leaf is an integer, a bool or a PRNG key, or not an array.
+      TypeError: If a leaf is an integer, a bool, a PRNG key, or not an array.
       ValueError: If `clip_norm` is not a scalar.
 
     Example:
@@ -166,7 +163,6 @@ def clip_by_average_norm(
       [[-2.88  0.    0.  ]
        [ 3.84  0.    0.  ]]
     """
-    # TensorFlow divides the L2 norm by the number of elements.
     options = {"norm": average_l2, "axis_name": axis_name, "specs": specs}
     return _clip(tree, clip_norm, scope=scopes.leaf(), **options)[0]
 
@@ -179,24 +175,24 @@ def clip_by_global_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> tuple[PyTree, Array]:
-    """Scales all leaves together down to an L2 norm of at most `clip_norm`.
+    """Scales the whole tree down to an L2 norm of at most `clip_norm`.
 
-    Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
+    Source: Pascanu, Mikolov, and Bengio, 2013, arXiv 1211.5063.
 
     Args:
       tree: A pytree of floating-point or complex arrays.
       clip_norm: A scalar. Negative numbers act as 0, and NaN sets all elements to NaN.
-      use_norm: The norm of the tree, if it is known. It is then not computed.
+      use_norm: The norm of the tree. By default, it is computed.
       axis_name: The mapped axes, as in `global_norm`.
       specs: The sharding of the leaves, as in `global_norm`.
 
     Returns:
-      A tree of the same structure, shapes, dtypes and weak types, and the norm before clipping,
+      A tree with the same structure, shapes, dtypes, and weak types, and the norm before clipping,
       float32[] (float64[] for 64-bit leaves). If the norm is at or below the threshold, the leaves
-      are unchanged. If it is non-finite, all elements are NaN.
+      are unchanged. If it is non-finite, all elements become NaN.
 
     Raises:
-      TypeError: If a leaf is an integer, a bool or a PRNG key, or not an array.
+      TypeError: If a leaf is an integer, a bool, a PRNG key, or not an array.
       ValueError: If `clip_norm` or `use_norm` is not a scalar.
 
     Example:
@@ -207,7 +203,6 @@ def clip_by_global_norm(
       [[-1.6  0. ]
        [ 3.2  0. ]] 5.0
     """
-    # A known norm saves a pass over the gradients.
     options = {"use_norm": use_norm, "axis_name": axis_name, "specs": specs}
     clipped, info = _clip(tree, clip_norm, scope=scopes.tree(), **options)
     return clipped, info.norm
@@ -225,57 +220,57 @@ def clip_cotangent(
 ) -> PyTree:
     """Returns `x` unchanged, and clips its cotangent in the backward pass.
 
-    The cotangent is the derivative of the loss with respect to `x`. In recurrent networks, deep
-    unrolled solvers and routers, this function clips cotangents before they are propagated further
-    and grow. Clipping gradients only acts after all cotangents have been summed::
+    The cotangent is the derivative of the loss with respect to `x`. In recurrent networks, unrolled
+    solvers, and routers, this function prevents cotangents from growing as they are propagated,
+    which clipping the final gradients cannot do::
 
       def step(h, x):
           h = jnp.tanh(h @ w + x)
           return ops.clip_cotangent(h, clip_norm=1.0), h
 
-    Leaves are clipped independently, as by `clip_by_norm`, because cotangents of different leaves
-    may be computed at different times. To clip leaves by a single norm, you can concatenate them.
+    Leaves are clipped independently, as by `clip_by_norm`. To clip several leaves by a common norm,
+    concatenate them.
 
-    Under `vmap`, examples are clipped independently. Use `axis_name` to share a norm over the
-    batch. Under `vmap` inside `shard_map`, use `axis_name=()` if devices have different examples,
-    or the names of the axes over which examples are sharded. Otherwise, a `ValueError` is raised.
-    JAX sums the cotangents of a replicated `x` over devices before they are clipped.
+    Under `vmap`, examples are clipped independently. Use `axis_name` to compute one norm for the
+    whole batch. Under `vmap` inside `shard_map`, you must use `axis_name=()` if devices have
+    different examples, or the names of the axes over which examples are sharded. JAX sums the
+    cotangents of a replicated `x` over devices before clipping.
 
-    A cotangent is scaled like its loss. If the loss is a mean over `n` examples, the cotangent is
-    `1 / n` of the cotangent of the example. If you use a loss scale, multiply the threshold by it.
+    Cotangents are proportional to the loss. If the loss is a mean over `n` examples, the cotangent
+    of an example is divided by `n`. If you use a loss scale, multiply the threshold by it.
 
-    In forward mode (`jax.jvp`, `jax.jacfwd`), this function is the identity. Derivatives of a
-    gradient, in both modes, are derivatives of the clipped gradient. This includes calls inside
-    `scan`, `cond`, `jax.checkpoint` and `shard_map`.
+    In forward mode (`jax.jvp`, `jax.jacfwd`), this function is the identity. Second derivatives are
+    derivatives of the clipped gradient, also inside `scan`, `cond`, `jax.checkpoint`, and
+    `shard_map`.
 
-    Source: Graves, 2013, arXiv 1308.0850, section 2.1, which clips the derivatives with respect to
-    the inputs of LSTM layers by value.
+    Source: Graves, 2013, arXiv 1308.0850, section 2.1, clips the derivatives with respect to the
+    inputs of LSTM layers by value.
 
     Args:
-      x: A pytree of arrays. `None`, integer, bool and PRNG-key leaves have no cotangent and are
+      x: A pytree of arrays. `None`, integer, bool, and PRNG-key leaves have no cotangent and are
         returned unchanged. For `BCOO` leaves, the cotangents of the stored elements are clipped.
       clip_norm: The maximum L2 norm of the cotangent of a leaf, a scalar. Negative numbers act as
         0, and NaN sets all elements to NaN.
-      clip_value: The maximum absolute value of an element, a scalar, instead of `clip_norm`.
-        Negative numbers and NaN act as in `clip_norm`. Infinite elements become the bounds, and NaN
-        is unchanged.
-      axes: The axes over which norms are computed. Defaults to all axes.
+      clip_value: The maximum absolute value of an element, a scalar. Use it instead of `clip_norm`.
+        Negative numbers and NaN act as in `clip_norm`, but NaN elements are unchanged and infinite
+        elements become the bounds.
+      axes: The axes over which norms are computed. Defaults to all axes. This option and the
+        following options require `clip_norm`.
       nonfinite: The policy for cotangents with a non-finite norm: "nan" (the default), "zero",
-        "mask" or "error", as in `optaxclip.TransformOptions`. It can only be used with `clip_norm`.
-      axis_name: The mapped axes, as in `global_norm`, with `clip_norm`.
-      specs: The sharding of the leaves, as in `global_norm`, with `clip_norm`: a pytree prefix of
-        `x`.
+        "mask", or "error", as in `optaxclip.TransformOptions`.
+      axis_name: The mapped axes, as in `global_norm`.
+      specs: The sharding of the leaves, as in `global_norm`, a pytree prefix of `x`.
 
     Returns:
-      `x` with the same structure, values, shapes, dtypes and weak types. Cotangents keep their
-      shapes and dtypes. They are unchanged if they are at or below the threshold.
+      `x` with the same structure, values, shapes, dtypes, and weak types. Cotangents have the same
+      shapes and dtypes, and are unchanged if they are at or below the threshold.
 
     Raises:
       TypeError: If a leaf is not an array, or if a threshold is not a number.
       ValueError: If both or neither of `clip_norm` and `clip_value` are passed, if the threshold is
-        not a scalar, if a leaf lacks one of the axes, or if an option of `clip_norm` is used with
-        `clip_value`. The backward pass also raises it under `vmap` inside `shard_map` without
-        `axis_name=` and `specs=`.
+        not a scalar, if a leaf does not have one of the axes, or if an option of `clip_norm` is
+        used with `clip_value`. Also raised by the backward pass under `vmap` inside `shard_map` if
+        neither `axis_name` nor `specs` is used.
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
@@ -289,16 +284,15 @@ def clip_cotangent(
     if (clip_norm is None) == (clip_value is None):
         given = "neither" if clip_norm is None else "both"
         raise ValueError(
-            f"clip_cotangent must get either clip_norm or clip_value, got {given}; pass one of them"
+            f"clip_cotangent requires exactly one of clip_norm and clip_value, got {given}"
         )
     options = {"nonfinite": check_policy(nonfinite), "axis_name": normalize_axis_names(axis_name)}
     flat = flatten(x, "x")
     leaves, names = flat.inexact_leaves(), flat.names()
     if clip_norm is not None:
-        threshold, scope = _as_scalar(clip_norm, "clip_norm"), scopes.leaf()
-        if axes is not None:
-            scope = scopes.axes(axes)
-            scope(flat)  # Checks that all leaves have the axes.
+        threshold = _as_scalar(clip_norm, "clip_norm")
+        scope = scopes.leaf() if axes is None else scopes.axes(axes)
+        scope(flat)  # Checks that all leaves have the axes.
         by_leaf = [None] * len(leaves) if specs is None else broadcast_prefix(specs, flat, "specs")
         backs = [
             functools.partial(_clip_leaf, name, spec, scope=scope, **options)
@@ -306,13 +300,12 @@ def clip_cotangent(
         ]
     else:
         threshold, backs = _as_scalar(clip_value, "clip_value"), [_clip_elements] * len(leaves)
-        # Options of norms have no effect here, so all but their defaults are errors.
         options |= {"axes": axes, "specs": specs, "nonfinite": None if nonfinite == "nan" else ""}
         unused = [name for name, value in options.items() if value is not None]
         if unused:
             raise ValueError(
-                f"{', '.join(unused)} must not be passed with clip_value, got "
-                f"clip_value={short_repr(clip_value)}; pass clip_norm instead"
+                f"{', '.join(unused)} must not be used with clip_value, got "
+                f"clip_value={short_repr(clip_value)}; use clip_norm"
             )
     results = []
     for leaf, back in zip(leaves, backs, strict=True):
@@ -322,15 +315,13 @@ def clip_cotangent(
     return flat.unflatten(results)
 
 
-def _clip_leaf(
-    name: str, specs: PyTree, cotangent: Array, threshold: Array, **options: Any
-) -> Array:
+def _clip_leaf(name: str, specs: Any, cotangent: Array, threshold: Array, **options: Any) -> Array:
     # Under `vmap` inside `shard_map`, it is unknown which devices share an example.
     if specs is None and options["axis_name"] is None:
         cotangent = forbid_vmap(cotangent, "clip_cotangent")
     options |= {"specs": None if specs is None else {name: specs}, "name": "clip_cotangent"}
     rule = fixed(Thresholds(threshold, threshold))
-    # A dict with the name of the leaf, for messages.
+    # A dict, so that messages contain the name of the leaf.
     return clip_tree({name: cotangent}, rule, **options)[0][name]
 
 
@@ -347,7 +338,7 @@ def _clip(tree: PyTree, clip_norm: ArrayLike, **options: Any) -> tuple[PyTree, C
 
 
 def _assert_same_types(clipped: PyTree, tree: PyTree) -> PyTree:
-    """Asserts in traces that the shapes and dtypes of both trees are equal."""
+    """Asserts that the shapes and dtypes of both trees are equal, unless in eager mode."""
     leaves, structure = jax.tree.flatten(clipped)
     # In eager mode, this check would take as long as clipping.
     if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -361,9 +352,8 @@ def _check_order(tree: PyTree, *thresholds: Any) -> None:
     """Checks that the tree and the thresholds are not swapped."""
     if isinstance(tree, (int, float)) and any(map(has_float_arrays, thresholds)):
         raise TypeError(
-            f"tree, the first argument, must be the gradients, got {short_repr(tree)} and a "
-            "threshold with arrays; pass the gradients first, as in "
-            "clip_by_global_norm(grads, 1.0)"
+            f"tree must be the gradients, got {short_repr(tree)} and a threshold with arrays; pass "
+            "the gradients first, as in clip_by_global_norm(grads, 1.0)"
         )
 
 

@@ -1,7 +1,7 @@
-"""Responses: functions from norms and thresholds to new norms.
+"""Responses: functions that compute new norms from norms and thresholds.
 
-A `Response` is a function from `(norm, trigger, target)`, arrays of the same shape, to new norms.
-Groups are multiplied by `new / norm`. If both are equal, the group is unchanged.
+A `Response` is a function `(norm, trigger, target) -> new norm` of arrays with the same shape and
+dtype. Groups are multiplied by `new / norm`, and are unchanged if both norms are equal.
 
   response    | new norm
   ------------|---------------------------------------------------------------
@@ -10,11 +10,10 @@ Groups are multiplied by `new / norm`. If both are equal, the group is unchanged
   `smooth`    | `norm / sqrt(1 + (norm / target)**2)`, always below the target
   `auto_s()`  | `target * norm / (norm + gamma)`, always below the target
   `band()`    | like `clip`, but at least a fraction of the target
-  `clip_with_eps()` | `norm * target / (norm + eps)` if that is less than the norm
+  `clip_with_eps()` | `norm * target / (norm + eps)` if this is less than the norm
 
-A response can also have a method `factor(norm, trigger, target)`. Groups are then multiplied by the
-result of this method instead of `new / norm`, unless the factor or its derivative is not a normal
-number.
+A response can also define a method `factor(norm, trigger, target)`, which returns the multipliers
+of the groups. It is used unless the factor or its derivative is zero, subnormal, or non-finite.
 """
 
 import dataclasses
@@ -48,12 +47,12 @@ def normalize(norm: Array, trigger: Array, target: Array) -> Array:
 def smooth(norm: Array, trigger: Array, target: Array) -> Array:
     """Scales norms smoothly to values below the target.
 
-    Large norms become almost as large as the target. Small norms only change in second order, and
-    the derivative is continuous. Cf. Zhang, He, Sra and Jadbabaie, 2019, arXiv 1905.11881.
+    Large norms become almost as large as the target, and small norms hardly change. The derivative
+    is continuous. See also Zhang, He, Sra, and Jadbabaie, 2019, arXiv 1905.11881.
     """
     del trigger
-    # The formula is symmetric in norm and target. The smaller one is divided by the larger one,
-    # because the square of this quotient cannot overflow.
+    # The formula is symmetric in norm and target. Dividing the smaller number by the larger one
+    # prevents overflow of the square.
     is_below = norm <= target
     small, large = jnp.where(is_below, norm, target), jnp.where(is_below, target, norm)
     ratio = divide_no_nan(small, jnp.where(jnp.isinf(large), 1, large), 0)
@@ -62,20 +61,19 @@ def smooth(norm: Array, trigger: Array, target: Array) -> Array:
 
 @validate_call()
 def auto_s(gamma: float = 0.01) -> Response:
-    """Scales norms almost to the target, unless they are small compared with `gamma`.
+    """Multiplies groups by `target / (norm + gamma)`.
 
-    Groups are multiplied by `target / (norm + gamma)`. The new norms are below the target, and
-    zeros are unchanged. `gamma=0` (AUTO-V) is `normalize`.
+    Norms that are much larger than `gamma` become almost as large as the target. Zeros are
+    unchanged. If `gamma` is 0 (AUTO-V), this response is equal to `normalize`.
 
-    Source: Bu, Wang, Zha and Karypis, 2022, Automatic clipping, arXiv 2206.07136. The paper uses it
-    for per-example gradients with a `gamma` of 0.01.
+    Source: Bu, Wang, Zha, and Karypis, 2022, Automatic clipping, arXiv 2206.07136. The paper clips
+    per-example gradients and sets `gamma` to 0.01.
 
     Args:
-      gamma: A norm of this size is scaled to half the target. Defaults to 0.01.
+      gamma: The norm that is scaled to half the target. Defaults to 0.01.
 
     Returns:
-      A response, which is a function from norms, triggers and targets, arrays of the same shape, to
-      the new norms with this shape and dtype.
+      A response, which is a function `(norm, trigger, target) -> new norm`.
 
     Raises:
       ValueError: If `gamma` is negative, NaN or infinite.
@@ -83,10 +81,8 @@ def auto_s(gamma: float = 0.01) -> Response:
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> response = optaxclip.responses.auto_s(1.0)
-      >>> info = optaxclip.clip_tree(
-      ...     [jnp.array([3.0, 0.0])], 1.0, scope=optaxclip.scopes.tree(), response=response)[1]
-      >>> print(info.factor)
-      0.25
+      >>> print(response(jnp.array(3.0), trigger=1.0, target=1.0))
+      0.75
     """
     return _AutoS(_check_range(gamma, 0, _MAX_FLOAT32, "gamma"))
 
@@ -107,42 +103,39 @@ class _AutoS:
 
 @validate_call()
 def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf) -> Response:
-    """Clips norms from both sides, to `low` times the target and to the target.
+    """Reduces norms to the target, and increases small norms to `low` times the target.
 
-    Norms above the trigger are reduced to the target, and norms below `low * target` are increased
-    to `low * target`. Groups of zeros are unchanged, as are all norms if the target is infinite. No
-    group is multiplied by more than `max_factor` or by less than `min_factor`, even if the new norm
-    is then outside the band.
+    Norms above the trigger are reduced. Groups of zeros are unchanged, and if the target is
+    infinite, all groups are unchanged. The bounds on the factor take precedence over the bounds on
+    the norm.
 
-    Three published methods are bands. AGGC (Li, Wu and Chang, 2026, arXiv 2601.11864) keeps the
-    norms of groups of layers within 0.5 to 1.5 times their moving averages. Here, the average
-    records norms before they are increased. LAMBC (Fong et al., 2020, arXiv 2011.13584) is LAMB
-    with a bounded trust ratio. Speedruns (KellerJordan/modded-nanogpt) bound the ratio of updates
-    to parameters from below::
+    You can use this response for three published methods. AGGC (Li, Wu, and Chang, 2026, arXiv
+    2601.11864) keeps the norms of groups of layers between 0.5 and 1.5 times their moving averages.
+    Here, the averages include norms before they are increased. LAMBC (Fong et al., 2020, arXiv
+    2011.13584) is LAMB with a bounded trust ratio. Speedruns (KellerJordan/modded-nanogpt) set a
+    minimum ratio of updates to parameters. Use the latter two after the optimizer::
 
       clip_by(scopes.group(labels), thresholds.ema(0.98, 1.5), response=responses.band(0.5 / 1.5))
-      clip_by(scopes.leaf(), thresholds.relative_to_params(1.0, eps=0.0),    # after the optimizer
+      clip_by(scopes.leaf(), thresholds.relative_to_params(1.0, eps=0.0),
               response=responses.band(1.0, min_factor=0.1, max_factor=10.0))
-      clip_by(scopes.leaf(), thresholds.relative_to_params(1e-2),            # after the optimizer
-              response=responses.band(0.1))
+      clip_by(scopes.leaf(), thresholds.relative_to_params(1e-2), response=responses.band(0.1))
 
     Args:
-      low: The lower edge as a fraction of the target. Use 0 for `clip` and 1 for `normalize`.
+      low: The minimum norm as a fraction of the target. Use 0 for `clip` and 1 for `normalize`.
         Defaults to 1/3.
-      min_factor: The smallest factor. Defaults to 0.
-      max_factor: The largest factor, at least `min_factor`. Defaults to infinity.
+      min_factor: The minimum factor. Defaults to 0.
+      max_factor: The maximum factor, which must not be below `min_factor`. Defaults to infinity.
 
     Returns:
-      A response, which is a function from norms, triggers and targets, arrays of the same shape, to
-      the new norms with this shape and dtype.
+      A response, which is a function `(norm, trigger, target) -> new norm`.
 
     Raises:
-      ValueError: If `low` is not from 0 to 1, a factor is negative or NaN, or `min_factor` exceeds
-        `max_factor`.
+      ValueError: If `low` is not between 0 and 1, if a factor is negative or NaN, or if
+        `min_factor` exceeds `max_factor`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
-      >>> from optaxclip import responses, scopes, thresholds
+      >>> from optaxclip import responses, scopes
       >>> tx = optaxclip.clip_by(scopes.tree(), 1.0, response=responses.band(0.5))
       >>> for size in (4.0, 0.7, 0.1, 0.0):
       ...     print(tx.update(jnp.array([size]), None)[0])
@@ -150,21 +143,6 @@ def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = mat
       [0.7]
       [0.5]
       [0.]
-
-      A trust ratio (here 5 / 0.1) of at most 10:
-
-      >>> trust = responses.band(1.0, max_factor=10.0)
-      >>> tx = optaxclip.clip_by(
-      ...     scopes.leaf(), thresholds.relative_to_params(1.0, eps=0.0), response=trust)
-      >>> print(tx.update(jnp.array([0.06, 0.08]), None, jnp.array([3.0, 4.0]))[0])
-      [0.6 0.8]
-
-      An update of at least 1e-3 and at most 1e-2 of its parameters:
-
-      >>> rule = thresholds.relative_to_params(1e-2)
-      >>> tx = optaxclip.clip_by(scopes.leaf(), rule, response=responses.band(0.1))
-      >>> print(tx.update(jnp.array([6e-5, 8e-5]), None, jnp.array([3.0, 4.0]))[0])
-      [0.003 0.004]
     """
     smallest = _check_range(min_factor, 0, _MAX_FLOAT32, "min_factor")
     return _Band(
@@ -191,26 +169,24 @@ class _Band:
         if self.max_factor < math.inf:  # The product of infinity and 0 would be NaN.
             new = jnp.minimum(new, largest * norm)
         new = jnp.maximum(new, smallest * norm)
-        # No factor can scale a norm of 0 to the edge.
-        return jnp.where(norm == 0, norm, new)
+        return jnp.where(norm == 0, norm, new)  # No factor can increase a norm of 0.
 
 
 @validate_call()
 def clip_with_eps(eps: float = 1e-6) -> Response:
-    """Multiplies groups by `target / (norm + eps)` if it is below 1, as in PyTorch.
+    """Multiplies groups by `target / (norm + eps)` if this factor is below 1, as in PyTorch.
 
-    Groups at their threshold, or slightly below it, are reduced too. Use this response for runs
-    that must match PyTorch's `clip_grad_norm_`. With PyTorch's `eps` of 1e-6, the factor is equal
-    to PyTorch's in all bits of float32. The exception is a factor below 1e-36, alone or divided by
-    the norm, which may differ in the last digit, because neither the factor nor its derivative is
-    flushed to zero here.
+    Use this response to reproduce a run with PyTorch's `clip_grad_norm_`. Unlike `clip`, it also
+    reduces groups with a norm at the threshold or slightly below it. In float32 and with the
+    default `eps`, which is also the one in PyTorch, the factors of both libraries are bitwise
+    equal. However, factors may differ in the last digit if `factor` or `factor / norm` is below
+    1e-36, because this response does not flush them to zero.
 
     Args:
-      eps: The number that is added to the norm. Defaults to 1e-6.
+      eps: The number added to the norm. Defaults to 1e-6.
 
     Returns:
-      A response, which is a function from norms, triggers and targets, arrays of the same shape, to
-      the new norms with this shape and dtype.
+      A response, which is a function `(norm, trigger, target) -> new norm`.
 
     Raises:
       ValueError: If `eps` is negative, NaN or infinite.
@@ -235,10 +211,9 @@ class _ClipWithEps:
         return jnp.minimum(_AutoS(self.eps)(norm, trigger, target), norm)
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
-        """Returns the factors of the groups."""
         del trigger
         divisor = norm + jnp.asarray(self.eps).astype(norm.dtype)
-        # Far below the threshold, the quotient may overflow, and the factor is 1.
+        # The quotient may overflow for norms far below the threshold, where the factor is 1.
         is_far_below = divisor < target / 2
         target, divisor = (jnp.where(is_far_below, 1, x) for x in (target, divisor))
         return jnp.minimum(_quotient(target, divisor), 1)
@@ -246,18 +221,15 @@ class _ClipWithEps:
 
 @custom_jvp()
 def _quotient(x: Array, y: Array) -> Array:
-    """Computes `x * (1 / y)`, as PyTorch does for a number divided by a tensor.
-
-    The derivatives are those of `x / y`, because derivatives of `1 / y` may overflow.
-    """
+    """Computes `x * (1 / y)`, as PyTorch does for a number divided by a tensor."""
     return divide_no_nan(jnp.ones_like(y), y, 1) * x
 
 
 @_quotient.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    x, y = primals
+    # Differentiate `x / y`, because the derivative of `1 / y` may overflow.
     _, change = jax.jvp(lambda x, y: divide_no_nan(x, y, x), primals, tangents)
-    return _quotient(x, y), change
+    return _quotient(*primals), change
 
 
 _MAX_FLOAT32 = float(jnp.finfo(jnp.float32).max)
@@ -265,14 +237,16 @@ _MAX_FLOAT32 = float(jnp.finfo(jnp.float32).max)
 
 def _check_range(value: Any, low: float, high: float, argument: str) -> float:
     """Checks that `value` is a Python number from `low` to `high`, and converts it to a float."""
+    # Compiled programs depend on the value, so it must be static.
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{argument} must be a Python number, because a program is compiled for each value, "
-            f"got {value!r}; with optax.inject_hyperparams pass static_args=({argument!r},)"
+            f"{argument} must be a Python number, got {value!r}; use "
+            f"static_args=({argument!r},) in optax.inject_hyperparams"
         )
     if not isinstance(value, (int, float, np.integer, np.floating)) or not low <= value <= high:
-        kind = "a finite number" if high == _MAX_FLOAT32 else f"a number of at most {high:g}"
-        raise ValueError(f"{argument} must be {kind} and at least {low:g}, got {value!r}")
+        finite = f"finite and at least {low:g}"
+        condition = finite if high == _MAX_FLOAT32 else f"from {low:g} to {high:g}"
+        raise ValueError(f"{argument} must be {condition}, got {value!r}")
     return float(value)
 
 
@@ -286,14 +260,9 @@ _BY_NAME: dict[str, Response] = {
 
 
 def as_response(response: str | Response) -> Response:
-    """Returns the response with this name, or `response` itself.
-
-    Raises:
-      ValueError: If the name is unknown.
-      TypeError: If `response` is a function that makes responses, such as `band`.
-    """
+    """Returns the response with this name, or `response` itself if it is a function."""
     if callable(response):
-        # `clip` and others are responses, and `band` and others return responses.
+        # Functions such as `band` are not responses, but return a response.
         if response not in _BY_NAME.values():
             check_called(response, "optaxclip.responses", "response", "responses")
         return response

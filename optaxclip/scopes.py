@@ -1,17 +1,17 @@
 """Scopes: the groups of elements that share a norm.
 
-A `Scope` is a function from a flattened tree to a `Grouping`: the names and leaves of the groups,
-and the axes of the leaves over which norms are computed.
+A `Scope` is a function from a flattened tree to a `Grouping`, which contains the names and leaves
+of the groups and the axes over which norms are computed.
 
   scope          | groups
   ---------------|---------------------------------------------------------------
   `tree()`       | all leaves together
   `group(labels)`| leaves with the same label
-  `leaf()`       | single leaves, or with `stacked` single layers of stacked leaves
-  `axes(axes)`   | slices of leaves along these axes
-  `unit()`       | output units of a layer (Brock et al., 2021, arXiv 2102.06171)
-  `ensemble_member()` | members of an ensemble that is stacked in a tree
-  `muon()`       | the leaves that `optax.contrib.muon` trains with Muon, and all other leaves
+  `leaf()`       | individual leaves, or individual layers of leaves that stack layers
+  `axes(axes)`   | slices of leaves
+  `unit()`       | output units of layers (Brock et al., 2021, arXiv 2102.06171)
+  `ensemble_member()` | members of an ensemble stacked in one tree
+  `muon()`       | leaves trained with Muon by `optax.contrib.muon`, and all other leaves
 """
 
 import itertools
@@ -38,14 +38,14 @@ from optaxclip._base.types import PyTree
 from optaxclip._base.validation import short_repr, validate_call, warn
 
 Scope: TypeAlias = Callable[[FlatTree], Grouping]
-"""A function from a tree of gradients to the groups of elements that share a norm."""
+"""A function that divides the elements of a flattened tree into groups."""
 
 StackedAxes: TypeAlias = PyTree | Callable[[str, Array], int]
 
 
 @validate_call()
 def tree() -> Scope:
-    """Groups the whole tree, with a single norm.
+    """Treats the whole tree as one group.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -58,7 +58,7 @@ def tree() -> Scope:
     @tree_scope
     def assign(flat: FlatTree) -> Grouping:
         leaves = flat.inexact_leaves()
-        # All leaves are in one group, and all axes are reduced, so the norm is a scalar.
+        # All axes are reduced, so the norm is a scalar.
         group = Group(("tree",), tuple(range(len(leaves))))
         return Grouping((group,), tuple([tuple(range(np.ndim(x))) for x in leaves]), "scalar")
 
@@ -70,9 +70,9 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
     """Groups leaves with the same label.
 
     Args:
-      labels: A pytree prefix of the gradients with strings as leaves, or `fn(path, leaf) -> str`,
-        where paths are strings such as `encoder/0/kernel`. It can also be a function of the whole
-        tree that returns a pytree prefix, as in `optax.partition`.
+      labels: A pytree prefix of the gradients with strings as leaves, or a function
+        `(path, leaf) -> str`, where paths are strings such as `encoder/0/kernel`. As in
+        `optax.partition`, it can also be a function from the whole tree to a pytree prefix.
 
     Raises:
       ValueError: If the labels are not a pytree prefix of the tree (in `init` and `update`).
@@ -94,7 +94,7 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
         for label, name in zip(by_leaf, flat.names(), strict=True):
             if not isinstance(label, str):
                 raise TypeError(f"labels must be strings, got {label!r} for the leaf '{name}'")
-        # Names must be sorted, because norms are stored in the order of the names.
+        # Norms are stored in the order of the sorted names.
         groups = tuple(
             Group((label,), tuple(i for i, other in enumerate(by_leaf) if other == label))
             for label in sorted(set(by_leaf))
@@ -107,14 +107,13 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
 
 @validate_call()
 def leaf(stacked: StackedAxes = 0) -> Scope:
-    """Groups the elements of single leaves, or of single layers of stacked leaves.
+    """Treats each leaf as a group, or each layer of leaves that stack layers.
 
     Args:
-      stacked: The number of leading axes that stack separate tensors, as created by `scan` over
-        layers: an int for all leaves, a dict from branches to ints (0 for other branches), a pytree
-        prefix of ints, or `fn(path, leaf) -> int`. Defaults to 0. All indices along these axes are
-        separate groups. An embedding `[words, ...]` is not a stack, so an int for all leaves causes
-        a warning if it makes more than 4096 groups.
+      stacked: The number of leading axes that stack layers, for example for a `scan` over layers:
+        an int for all leaves, a dict from branches to ints (0 for other branches), a pytree prefix
+        of ints, or a function `(path, leaf) -> int`. Defaults to 0. An int causes a warning if it
+        makes more than 4096 groups, because it probably applies to an embedding `[words, ...]`.
 
     Raises:
       ValueError: If a leaf has fewer axes than `stacked` (in `init` and `update`).
@@ -131,7 +130,7 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
     @tree_scope
     def assign(flat: FlatTree) -> Grouping:
         counts = _count_stacked_axes(stacked, flat)
-        # The stacked axes are kept, so a leaf [layers, ...] has norms [layers].
+        # The stacked axes are not reduced, so a leaf [layers, ...] has norms [layers].
         axes = tuple(
             tuple(range(count, np.ndim(leaf)))
             for leaf, count in zip(flat.inexact_leaves(), counts, strict=True)
@@ -143,13 +142,13 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
 
 @validate_call()
 def axes(axes: int | Sequence[int]) -> Scope:
-    """Groups the slices of leaves along the given axes.
+    """Treats each slice of the leaves along the given axes as a group.
 
     Args:
       axes: The axes over which norms are computed. Negative numbers count from the end.
 
     Raises:
-      ValueError: If a leaf lacks one of the axes (in `init` and `update`).
+      ValueError: If a leaf does not have one of the axes (in `init` and `update`).
       TypeError: If an axis is not an int (in `init` and `update`).
 
     Example:
@@ -163,7 +162,6 @@ def axes(axes: int | Sequence[int]) -> Scope:
 
     @tree_scope
     def assign(flat: FlatTree) -> Grouping:
-        # Negative axes are different axes in leaves of different rank.
         named = zip(flat.names(), flat.inexact_leaves(), strict=True)
         reduced = tuple(_normalize_axes(axes, leaf, name) for name, leaf in named)
         return _group_by_leaf(flat, reduced, "dict")
@@ -176,13 +174,13 @@ def unit(
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     stacked: StackedAxes = 0,
 ) -> Scope:
-    """Groups the parameters of the output units of a layer.
+    """Treats the parameters of each output unit as a group.
 
-    The last axis of a leaf must be its output axis, as in Flax, Haiku and Keras. Note that the
-    table is wrong for leaves `[out, in]`, as in Equinox, and for 1D convolutions, which are
-    `[width, in, out]`. Pass `axis` for these.
+    By default, the last axis of a leaf must be its output axis, as in Flax, Haiku, and Keras, and
+    norms are computed over the axes in this table. You must pass `axis` for leaves `[out, in]`, as
+    in Equinox, and for 1D convolutions `[width, in, out]`.
 
-      leaf                                       | axes of a norm
+      leaf                                       | axes of the norms
       -------------------------------------------|---------------------
       at most one axis longer than 1             | all axes
       matrix `[in, out]`, or rank 3              | 0
@@ -190,13 +188,13 @@ def unit(
       convolution of rank 5                      | 0, 1, 2, 3
 
     Args:
-      axis: The axes of a norm, for all leaves, or `fn(path, leaf) -> axes`, which can return None
-        to use the table. By default, the table is used for all leaves.
-      stacked: The number of leading stacked axes, as in `leaf`. The axes in the table and in `axis`
-        are counted from the first axis after these.
+      axis: The axes over which norms are computed, or a function `(path, leaf) -> axes`, which can
+        return None to use the table. By default, the table is used for all leaves.
+      stacked: The number of leading axes that stack layers, as in `leaf`. These axes are ignored in
+        the table and in `axis`.
 
     Raises:
-      ValueError: If a leaf has another rank and `axis` is not passed (in `init` and `update`).
+      ValueError: If `axis` is required for the rank of a leaf (in `init` and `update`).
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -213,13 +211,11 @@ def unit(
         global_shapes = flat.global_shapes or [()] * len(counts)
         reduced = []
         for i, (name, leaf) in enumerate(zip(flat.names(), flat.inexact_leaves(), strict=True)):
-            # A layer without the stacked axes, as the table describes it.
-            skip = counts[i]
-            layer = jax.ShapeDtypeStruct(flat.shapes()[i][skip:], np.float32)
+            layer = jax.ShapeDtypeStruct(flat.shapes()[i][counts[i] :], np.float32)
             chosen = axis(name, leaf) if callable(axis) else axis
             if chosen is None:
                 chosen = _fan_in_axes(layer.shape, name, is_shard=global_shapes[i] is None)
-            reduced.append(tuple(skip + a for a in _normalize_axes(chosen, layer, name)))
+            reduced.append(tuple(counts[i] + a for a in _normalize_axes(chosen, layer, name)))
         return _group_by_leaf(flat, tuple(reduced), "dict")
 
     return assign
@@ -227,19 +223,19 @@ def unit(
 
 @validate_call()
 def ensemble_member(axis: int = 0) -> Scope:
-    """Groups the members of an ensemble, which are the indices of an axis in all leaves.
+    """Treats each ensemble member as a group, for leaves `[members, ...]`.
 
-    An ensemble, or several seeds, can be stacked in a tree, `[members, ...]`. This scope clips all
-    members separately, like `jax.vmap` around the update. With the scope `tree`, one exploding
-    member would shrink the gradients of the others.
+    Use this scope if an ensemble or runs with different seeds are stacked in one tree. It clips
+    members separately, like `jax.vmap` of the update. If you used the scope `tree`, one exploding
+    member would shrink the gradients of the other members.
 
     Args:
       axis: The axis of the members in all leaves. Defaults to 0. Negative numbers count from the
         end.
 
     Raises:
-      ValueError: If a leaf lacks the axis, is sparse, or has another number of members (in `init`
-        and `update`).
+      ValueError: If a leaf does not have the axis or is sparse, or if the number of members differs
+        between leaves (in `init` and `update`).
       TypeError: If the axis is not an int.
 
     Example:
@@ -257,45 +253,37 @@ def ensemble_member(axis: int = 0) -> Scope:
     @tree_scope
     def assign(flat: FlatTree) -> Grouping:
         reduced, sizes = [], {}
-        for name, leaf, shape in zip(
-            flat.names(), flat.inexact_leaves(), flat.shapes(), strict=True
-        ):
+        rows = zip(flat.names(), flat.inexact_leaves(), flat.shapes(), strict=True)
+        for name, leaf, shape in rows:
             if is_sparse(leaf):
-                raise ValueError(
-                    f"leaf '{name}' must be dense to have members, got a sparse array; pass "
-                    "leaf.todense()"
-                )
+                raise ValueError(f"leaf '{name}' must be dense, got a BCOO; pass leaf.todense()")
             (kept,) = _normalize_axes(axis, leaf, name)
             reduced.append(tuple(k for k in range(len(shape)) if k != kept))  # all other axes
             sizes[name] = shape[kept]
         if len(set(sizes.values())) > 1:
             raise ValueError(
-                f"all leaves must have the same number of members along axis {axis}, got "
-                f"{short_repr(sizes)}"
+                f"leaves must have the same size along axis {axis}, got {short_repr(sizes)}"
             )
         indices = tuple(range(len(reduced)))
         # There is one group, `[members]`, or none if the tree has no leaves.
-        groups = tuple(
-            Group(_layer_names("", (size,)), indices, (size,)) for size in set(sizes.values())
-        )
-        return Grouping(groups, tuple(reduced), "vector")
+        groups = [Group(_layer_names("", (n,)), indices, (n,)) for n in set(sizes.values())]
+        return Grouping(tuple(groups), tuple(reduced), "vector")
 
     return assign
 
 
 @validate_call()
 def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
-    """Groups the leaves that `optax.contrib.muon` trains with Muon, and all other leaves.
+    """Separates leaves trained with Muon in `optax.contrib.muon` from all other leaves.
 
-    Muon's updates do not depend on the scale of its gradients, so they should not be part of the
-    norm that clips Adam's gradients. Muon only needs a threshold for spikes, which affect its
-    momentum for about 100 steps, see `docs/muon.md`.
+    Muon's updates do not depend on the scale of its gradients, so these gradients should not affect
+    how much Adam's gradients are clipped. Muon itself only needs clipping for spikes, which affect
+    its momentum for about 100 steps (see `docs/muon.md`).
 
     Args:
-      weight_dimension_numbers: The argument `muon_weight_dimension_numbers` of Muon: a pytree
-        prefix of the parameters, with `MuonDimensionNumbers` for leaves that Muon trains and None
-        for leaves that Adam trains, or a function that returns such a prefix for the parameters.
-        By default, Muon trains all matrices.
+      weight_dimension_numbers: The argument `muon_weight_dimension_numbers` of Muon, which is a
+        pytree prefix of the parameters or a function from parameters to a prefix. Its leaves are
+        `MuonDimensionNumbers` for Muon and None for Adam. By default, Muon trains all matrices.
 
     Raises:
       ValueError: If the dimension numbers do not match the tree (in `init` and `update`).
@@ -314,7 +302,6 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
 
     @tree_scope
     def assign(flat: FlatTree) -> Grouping:
-        # Muon assigns leaves by their number of axes, so labels require the whole tree.
         tree = jax.tree_util.tree_unflatten(flat.treedef, flat.leaves)
         return group(labels(tree) if flat.inexact_indices else {})(flat)
 
@@ -327,17 +314,17 @@ def muon_labels(
 ) -> Callable[[PyTree], PyTree]:
     """Returns a function that labels leaves by their optimizer in `optax.contrib.muon`.
 
-    You can pass the function to `optax.partition`. The scope `muon` uses the same labels.
+    The scope `muon` uses these labels, and `optax.partition` accepts the function.
 
     Args:
       weight_dimension_numbers: The dimension numbers of Muon, as in `muon`.
 
     Returns:
-      A function from parameters, or a pytree with their structure and shapes, to a pytree of the
-      same structure with the leaves "muon" and "adam".
+      A function from parameters to a pytree with the same structure and the leaves "muon" and
+      "adam". It also accepts trees with the structure and shapes of the parameters.
 
     Raises:
-      ValueError: If the dimension numbers do not match the tree (when the function is called).
+      ValueError: If the dimension numbers do not match the tree when the function is called.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -346,8 +333,11 @@ def muon_labels(
       {'b': 'adam', 'layers': 'adam', 'w': 'muon'}
     """
 
+    def is_numbers(x: Any) -> bool:  # None labels parameters for Adam.
+        return x is None or hasattr(x, "reduction_axis")
+
     def label_branch(numbers: Any, branch: PyTree) -> PyTree:
-        if numbers is not None and not hasattr(numbers, "reduction_axis"):
+        if not is_numbers(numbers):
             raise ValueError(f"got {numbers!r}")
         label = "adam" if numbers is None else "muon"
         return jax.tree.map(lambda _: label, branch, is_leaf=is_sparse)
@@ -359,14 +349,8 @@ def muon_labels(
                 lambda x: "muon" if np.ndim(x) == 2 else "adam", params, is_leaf=is_sparse
             )
         numbers = numbers(params) if is_function(numbers, params) else numbers
-        # None is a leaf here, because it stands for parameters that Adam trains.
         try:
-            return jax.tree.map(
-                label_branch,
-                numbers,
-                params,
-                is_leaf=lambda x: x is None or hasattr(x, "reduction_axis"),
-            )
+            return jax.tree.map(label_branch, numbers, params, is_leaf=is_numbers)
         except ValueError as error:
             raise ValueError(
                 "weight_dimension_numbers must be a pytree prefix of the parameters, with "
@@ -379,17 +363,16 @@ def muon_labels(
 def _group_by_leaf(
     flat: FlatTree, axes: tuple[tuple[int, ...], ...], layout: Literal["vector", "dict"]
 ) -> Grouping:
-    """Makes a group, or an array of groups, for each leaf, with norms over `axes`."""
+    """Makes a group, or an array of groups, of each leaf, with norms over `axes`."""
     groups = []
     shapes = flat.shapes()
-    for i, (name, leaf, reduced) in enumerate(
-        zip(flat.names(), flat.inexact_leaves(), axes, strict=True)
-    ):
+    rows = zip(flat.names(), flat.inexact_leaves(), axes, strict=True)
+    for i, (name, leaf, reduced) in enumerate(rows):
         # The stored elements of a sparse array cannot be sliced along an axis.
         if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
             raise ValueError(
-                f"the sparse leaf '{name}' must have a single group, got norms over the axes "
-                f"{reduced}; use scopes.leaf()"
+                f"sparse leaf '{name}' must be one group, got norms over the axes {reduced}; use "
+                "scopes.leaf()"
             )
         # The norms of a leaf have the shape of its remaining axes.
         shape = tuple(size for axis, size in enumerate(shapes[i]) if axis not in reduced)
@@ -399,12 +382,12 @@ def _group_by_leaf(
 
 
 def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Returns `name/00`, `name/01`, ..., padded with zeros to be sorted, or `name` for `()`."""
+    """Returns `name/00`, `name/01`, ..., or `name` for the shape `()`."""
     if not shape:
         return (name,)
     if not all(isinstance(size, int) for size in shape):
         raise ValueError(f"leaf '{name}' must have a fixed number of layers, got shape {shape}")
-    # Zeros make the order of names the order of layers.
+    # Padding with zeros makes the order of sorted names the order of layers.
     widths = [len(str(max(size - 1, 0))) for size in shape]
     prefix = [name] if name else []
     return tuple(
@@ -417,16 +400,16 @@ _MANY_LAYERS = 4096
 
 
 def _count_stacked_axes(stacked: StackedAxes, flat: FlatTree) -> list[int]:
-    """Returns the number of leading axes that stack layers, for all measured leaves."""
-    # A dict of ints can lack branches. Other dicts must be complete pytree prefixes.
+    """Returns the numbers of leading axes that stack layers."""
+    # A dict of ints can be incomplete. Other dicts must be complete pytree prefixes.
     counts = broadcast_branches(stacked, flat) if isinstance(stacked, Mapping) else None
     counts = broadcast_prefix(stacked, flat, "stacked") if counts is None else counts
     shapes = flat.shapes()
     for i, (leaf, count) in enumerate(zip(flat.inexact_leaves(), counts, strict=True)):
         if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):
             raise ValueError(
-                f"stacked must be a number of leading axes, from 0 to {np.ndim(leaf)} "
-                f"for leaf '{flat.names()[i]}' of shape {np.shape(leaf)}, got {count!r}"
+                f"stacked must be an int from 0 to {np.ndim(leaf)} for leaf '{flat.names()[i]}' of "
+                f"shape {np.shape(leaf)}, got {count!r}"
             )
     if isinstance(stacked, (int, np.integer)) and stacked:
         sizes = [math.prod(shape[:stacked]) for shape in shapes]
@@ -434,15 +417,14 @@ def _count_stacked_axes(stacked: StackedAxes, flat: FlatTree) -> list[int]:
         if sum(size for size in sizes if isinstance(size, int)) > _MANY_LAYERS:
             name, shape = max(zip(flat.names(), shapes, strict=True), key=lambda x: x[1][0])
             warn(
-                f"stacked={stacked} applies to all {len(sizes)} leaves, also to '{name}' of shape "
-                f"{shape}, and makes {sum(sizes)} groups; name the branches that stack layers, as "
-                "in stacked={'layers': 1}"
+                f"stacked={stacked} makes {sum(sizes)} groups, because it also applies to '{name}' "
+                f"of shape {shape}; use a dict of branches, as in stacked={{'layers': 1}}"
             )
     return counts
 
 
 def _normalize_axes(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, ...]:
-    """Checks axes of a leaf, and converts them to sorted non-negative ints."""
+    """Checks the axes of a leaf and returns them as sorted non-negative ints."""
     rank = np.ndim(leaf)
     # `operator.index` rejects floats and strings.
     try:
@@ -465,16 +447,16 @@ def _normalize_axes(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[in
 
 
 def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[int, ...]:
-    """Returns the axes of the norms of units, from the shape of a layer, or of a shard of it."""
+    """Returns the axes over which the norms of units are computed."""
     rank = len(shape)
     num_long = sum(size != 1 for size in shape)
     # A sharded matrix can look like a vector, for example [1, out] for [8, out] on 8 devices.
     if is_shard and rank > 1 and num_long <= 1:
         raise ValueError(
-            f"leaf '{name}' must have a known global shape to find its units, got a possible shard "
-            f"of shape {shape}; pass specs= (a pytree of PartitionSpec) or axis="
+            f"leaf '{name}' must have a known global shape, got a possible shard of shape {shape}; "
+            "pass specs= (a pytree of PartitionSpec) or axis="
         )
-    # Biases and the scales of normalization layers are a single unit.
+    # Biases and the scales of normalization layers are one unit.
     if num_long <= 1:
         return tuple(range(rank))
     # Dense layers `[in, out]`, and attention projections `[in, heads, out]`.
@@ -483,7 +465,4 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[
     # Convolutions over two or three dimensions, `[..., in, out]`.
     if rank in (4, 5):
         return tuple(range(rank - 1))
-    raise ValueError(
-        f"leaf '{name}' must have at most rank 5 to find its units, got rank {rank} (shape "
-        f"{shape}); pass axis="
-    )
+    raise ValueError(f"leaf '{name}' must have at most rank 5, got rank {rank}; pass axis=")

@@ -78,11 +78,9 @@ TYPE_ERRORS = {
     r"static_args=\(\"scope\",\) to optax": lambda: injected(scopes.unit()),
     "'f' .* eqx.filter": lambda: ops.global_norm({"f": jnp.tanh, "w": jnp.ones(1)}),
     "window must be an int of at least 1": lambda: optaxclip.autoclip(window=1.5),
-    r"tree, the first argument, must be .*, got 1\.0 .* first, .* "
+    r"tree must be the gradients, got 1\.0 .* first, .* "
     r"clip_by_global_norm\(grads, 1\.0\)": lambda: ops.clip_by_global_norm(1.0, GRADS),
-    r"tree, the first argument, must be the gradients, got -1\.0 ": lambda: ops.clip_by_value(
-        -1.0, 1.0, GRADS
-    ),
+    r"tree must be the gradients, got -1\.0 ": lambda: ops.clip_by_value(-1.0, 1.0, GRADS),
     "clip_norm must be .* of type dict": lambda: ops.clip_by_global_norm(jnp.ones(2), GRADS),
     "clip_value_max .* type dict": lambda: ops.clip_by_value(jnp.ones(2), 1.0, GRADS),
     r"got 1.0 of type float; .* clip_by\(scopes.leaf": lambda: clip_by(1.0, LEAF),
@@ -266,8 +264,8 @@ VALUE_ERRORS = {
     "max_consecutive .* at least 1, got 0": lambda: skip_nonfinite(SGD, 0),
     r"max_consecutive .* of shape \(2,\)": lambda: skip_above(SGD, 1.0, jnp.ones(2, int)),
     "max_consecutive must be at least 1, got 0": lambda: skip_above(SGD, 1.0, jnp.int32(0)),
-    "clip_cotangent must get either clip_norm or clip_value, got neither": cotangent,
-    "clip_cotangent must get either clip_norm or clip_value, got both": lambda: cotangent(
+    "clip_cotangent requires exactly one of clip_norm and clip_value, got neither": cotangent,
+    "clip_cotangent requires exactly one of clip_norm and clip_value, got both": lambda: cotangent(
         clip_norm=1.0, clip_value=1.0
     ),
     r"clip_norm must be a scalar.*\(2,\)": lambda: cotangent(clip_norm=np.ones(2)),
@@ -277,10 +275,10 @@ VALUE_ERRORS = {
     ),
     "nonfinite must be one of": lambda: cotangent(clip_norm=1.0, nonfinite="off"),
     "specs must be a pytree prefix": lambda: cotangent(clip_norm=1.0, specs={"k": jax.P()}),
-    "axes must not be passed with clip_value, .* pass clip_norm": lambda: cotangent(
+    "axes must not be used with clip_value, .* use clip_norm": lambda: cotangent(
         clip_value=1.0, axes=0
     ),
-    "nonfinite must not be passed with clip_value": lambda: cotangent(
+    "nonfinite must not be used with clip_value": lambda: cotangent(
         clip_value=1.0, nonfinite="zero"
     ),
     "axis_name, specs must not be": lambda: cotangent(clip_value=1.0, axis_name="x", specs=jax.P()),
@@ -329,15 +327,13 @@ VALUE_ERRORS = {
     ),
     r"clip_by: .* got the new groups \['b'\]; "
     "initialize the state with all params": lambda: clip_by(LEAF, 1.0).update(ONE, STATE({})),
-    r"^the sparse leaf 'w' must have a single group, got .* \(0,\)": lambda: scoped(
+    r"^sparse leaf 'w' must be one group, got .* \(0,\)": lambda: scoped(
         scopes.unit(), {"w": SPARSE}
     ),
     "^axes must be all 2 axes of the sparse leaf 'w', got 0": lambda: scoped(
         scopes.axes(0), {"w": SPARSE}
     ),
-    "^the sparse leaf 'w' must have a single group": lambda: scoped(
-        scopes.leaf(stacked=1), {"w": SPARSE}
-    ),
+    "^sparse leaf 'w' must be one group": lambda: scoped(scopes.leaf(stacked=1), {"w": SPARSE}),
     r"given for the groups \['a'\], got \['a', 'b'\]": lambda: scoped(
         scopes.group({"w": "a"}), threshold={"a": 1.0, "b": thresholds.zscore()}
     ),
@@ -355,7 +351,7 @@ VALUE_ERRORS = {
     "eps must not be negative": lambda: stable(eps=-1.0),
     "b2 must be at least 0": lambda: stable(b2=-0.1),
     "clipping_threshold must be a scalar": lambda: stable(clipping_threshold=jnp.ones(2)),
-    r"the updates must have leaves of .*, got the other leaves \['v'\]; use": lambda: SPAM.update(
+    r"the updates must have the leaves .*, got the new leaves \['v'\]; init": lambda: SPAM.update(
         {"w": jnp.ones(2), "v": jnp.ones(1)}, SPAM.init({"w": jnp.ones(2)})
     ),
     "state must be of type SecondMomentState": lambda: SPAM.update(ONE, optax.EmptyState()),

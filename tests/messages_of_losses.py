@@ -112,9 +112,9 @@ TYPE_ERRORS = {
     r"response must .* call it, as in responses\.band\(\)": lambda: clip_sum(
         1.0, response=responses.band
     ),
-    "grads must be dense, got a BCOO for leaf 'leaf'": lambda: clip_sum(1.0, SPARSE),
-    "^grads must be dense, got a BCOO for leaf 'leaf'": lambda: (
-        optaxclip.per_example_global_norm_clip(SPARSE, 1.0)
+    "grads must be dense, got the BCOO 'leaf'": lambda: clip_sum(1.0, SPARSE),
+    "^grads must be dense, got the BCOO 'leaf'": lambda: optaxclip.per_example_global_norm_clip(
+        SPARSE, 1.0
     ),
     r"must return \(loss, aux\)": lambda: grads_of(lambda w, x: jnp.sum(w * x), has_aux=True),
     r"\(loss, aux\) with has_aux=True, got": lambda: grads_of(
@@ -153,16 +153,16 @@ VALUE_ERRORS = {
         )
     ),
     "microbatch_size must be an int of at least 1, got 0": lambda: made(microbatch_size=0),
-    "batch_argnums must not contain positions of argnums=0, got 0 with 0, wh": lambda: made(
+    "batch_argnums must not contain positions from argnums=0, got 0; remove 0": lambda: made(
         batch_argnums=0
     ),
-    r"batch_argnums must .* argnums=\(0, 1\), got 0 with 0, wh": lambda: made(
+    r"batch_argnums must .* argnums=\(0, 1\), got 0; remove 0": lambda: made(
         batch_argnums=0, argnums=(0, 1)
     ),
-    r"batch_argnums must .* argnums=0, got 0 with 0, wh": lambda: made(
+    r"batch_argnums must .* argnums=0, got 0; remove 0": lambda: made(
         batch_argnums=0, argnums=np.int32(0)
     ),
-    r"batch_argnums must .* got \(1, -1\) with -1": lambda: made(
+    r"batch_argnums must .* got \(1, -1\); remove -1": lambda: made(
         argnums=(0, -1), batch_argnums=(1, -1)
     ),
     "reject_rule must be 'nonfinite', None or a rule": lambda: made(reject_rule="nan"),
@@ -183,8 +183,8 @@ VALUE_ERRORS = {
     "batch_argnums must be distinct positions among 1 arguments": lambda: called(W),
     r"the batch must have leaves \[examples.* \(\)": lambda: called(W, 3.0),
     r"the batch must have leaves \[examples": lambda: called(W, (X, X[:2])),
-    "batch_argnums must name arguments": lambda: called(W, X, batch_argnums=-2),
-    r"argnums \(0,\), at least one, got \(\) of 1 arguments": lambda: called(
+    "batch_argnums must contain at least one position": lambda: called(W, X, batch_argnums=-2),
+    r"none from argnums \(0,\), got \(\) of 1 arguments": lambda: called(
         W, loss_fn=lambda w: w[0], batch_argnums=None
     ),
     r"must be of type AccumulateState, got .*; pass accumulated\.state of the previous": lambda: (
@@ -207,11 +207,13 @@ VALUE_ERRORS = {
     r"threshold must be a scalar, got an array of shape \(2,\); "
     r"pass a dict from group names": lambda: clip_sum(np.ones(2)),
     r"one example, which has no.*got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
-    "at least one, got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(jnp.ones(2)),
+    "contain at least one position, .* got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(
+        jnp.ones(2)
+    ),
     r"argnums must be distinct .* got \(0, 0\)": lambda: grads_of(dot, argnums=(0, 0)),
     "batch_argnums must be distinct": lambda: grads_of(dot, batch_argnums=(1, -1)),
     "argnums must be distinct positions among 2": lambda: grads_of(dot, argnums=7),
-    r"batch_argnums must not contain positions of argnums=0, got 0": lambda: grads_of(
+    r"batch_argnums must not contain positions from argnums=0, got 0": lambda: grads_of(
         dot, batch_argnums=0
     ),
     "batch_size must be from 1 .* got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),

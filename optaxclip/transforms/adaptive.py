@@ -1,14 +1,14 @@
 """Adaptive clipping methods from the literature.
 
-These functions call `clip_by` with the rules and scopes of the papers. All rules work with all
-scopes. For example, `clip_by(scopes.leaf(), thresholds.zscore())` uses ZClip for single leaves.
+These functions call `clip_by` with the rules and scopes of the papers. You can use other scopes.
+For example, `clip_by(scopes.leaf(), thresholds.zscore())` applies ZClip to individual leaves.
 
-Two defaults differ from the published code. The rules recover from a lasting increase of the norms,
-and `zclip` has no upper bound on its threshold. Use `patience=None, floor=0.0` to get the published
-rules, and also `max_norm=1.0` for `zclip`.
+By default, the rules recover from a permanent increase of the norms, and `zclip` does not limit its
+threshold. To use the published rules, pass `patience=None, floor=0.0`, and `max_norm=1.0` for
+`zclip`.
 
-All arguments are keyword-only, because a single number, as in `zclip(1.0)`, would look like a
-threshold. The options `floor` and `patience` are explained in `optaxclip.thresholds._adaptive`.
+Arguments are keyword-only, because a number such as 1.0 in `zclip(1.0)` would look like a
+threshold. `optaxclip.thresholds._adaptive` explains `floor` and `patience`.
 """
 
 from typing import Unpack
@@ -37,25 +37,24 @@ def zclip(
     patience: int | None = DEFAULT_PATIENCE,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips spikes of the global norm, which are detected by their z-score (ZClip).
+    """Clips spikes of the global norm based on their z-scores (ZClip).
 
-    The published rule never recovers from a lasting increase of the norms, because it learns from
-    clipped norms. Use `patience` to recover. The published code also limits all thresholds to 1 and
-    therefore acts as `clip_by_global_norm(1.0)` if the usual norms are above 1. Here, only
-    `max_norm` limits the thresholds. Without it, no step is clipped during the warmup.
+    The published rule records clipped norms, so it never recovers from a permanent increase of the
+    norms. The option `patience` prevents this. The published code also limits thresholds to 1, so
+    it is equivalent to `clip_by_global_norm(1.0)` if most norms exceed 1. By default, thresholds
+    are not limited here, and no step is clipped during the warmup.
 
-    Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507.
+    Source: Kumar, Owen, Roy Chowdhury, and Güra, 2025, ZClip, arXiv 2504.02507.
 
     Args:
       alpha: The decay of the mean and the variance.
       z_thresh: The z-score above which a norm is a spike.
-      warmup_steps: The number of recorded norms after which there is a threshold.
-      max_norm: The upper bound on thresholds, including the warmup. It is 1.0 in the published
-        code. By default, there is no bound.
-      option: The target of a spike, as in `optaxclip.thresholds.zscore`.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. Use `None` to disable this.
+      warmup_steps: The number of norms to record before clipping starts.
+      max_norm: The maximum threshold, also during the warmup. By default, there is no maximum.
+      option: The target for spikes, as in `optaxclip.thresholds.zscore`.
+      floor: The minimum threshold. Smaller norms are not recorded.
+      patience: The number of consecutive clipped norms after which unclipped norms are recorded.
+        None disables this.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:
@@ -67,15 +66,8 @@ def zclip(
       >>> print(state.info.factor)
       0.2080833
     """
-    rule = thresholds.zscore(
-        alpha,
-        z_thresh,
-        warmup_steps,
-        option=option,
-        floor=floor,
-        patience=patience,
-        max_norm=max_norm,
-    )
+    bounds = {"floor": floor, "patience": patience, "max_norm": max_norm}
+    rule = thresholds.zscore(alpha, z_thresh, warmup_steps, option=option, **bounds)
     return clip_by(scopes.tree(), rule, **options)
 
 
@@ -91,18 +83,15 @@ def adagc(
     patience: int | None = DEFAULT_PATIENCE,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Clips leaves to a small multiple of the moving averages of their clipped norms (AdaGC).
+    """Clips leaves to slightly more than the moving averages of their clipped norms (AdaGC).
 
-    During the warmup, the whole tree is clipped by its global norm with the threshold
-    `lambda_abs`, which does not depend on the task. The defaults are the constants of the latest
-    version of the paper. The first version used `lambda_rel=1.05, beta=0.98`.
+    During the warmup, the whole tree is clipped by its global norm. The defaults are from the
+    latest version of the paper. The first version used `lambda_rel=1.05, beta=0.98`.
 
-    By design, almost all steps are clipped. The rule learns from clipped norms, so its thresholds
-    stay close to the smaller norms and do not increase quickly after a fault. If the norms increase
-    permanently, the thresholds follow after more than `patience` consecutive norms above them. As
-    published, without patience, a threshold needs 1734 steps to double. A run with small initial
-    gradients, for example because its last layers are initialized with zeros, then learns much
-    less.
+    By design, almost all steps are clipped. Because the averages contain clipped norms, thresholds
+    stay near the smaller norms and increase slowly. Without `patience`, as published, a threshold
+    takes 1734 steps to double, which slows down training if the initial gradients are small, for
+    example because the last layers are initialized with zeros.
 
     Source: Wang et al., 2025, AdaGC, arXiv 2502.11034.
 
@@ -111,10 +100,10 @@ def adagc(
       lambda_abs: The maximum global norm during the warmup.
       beta: The decay of the average.
       warmup_steps: The number of norms in the warmup.
-      floor: The lower bound on thresholds. Smaller norms are not recorded. If 0, a leaf with zero
-        gradients during the warmup stays at zero, as in the published rule.
-      patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. Use `None` to disable this.
+      floor: The minimum threshold. Smaller norms are not recorded. If 0, a leaf with zero gradients
+        during the warmup never changes, as in the published rule.
+      patience: The number of consecutive clipped norms after which unclipped norms are recorded.
+        None disables this.
       **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
@@ -125,9 +114,8 @@ def adagc(
       >>> print(updates["a"], updates["b"])
       [0.6] [0.8]
     """
-    rule = thresholds.adagc(
-        lambda_rel, lambda_abs, beta, warmup_steps, floor=floor, patience=patience
-    )
+    bounds = {"floor": floor, "patience": patience}
+    rule = thresholds.adagc(lambda_rel, lambda_abs, beta, warmup_steps, **bounds)
     return clip_by(scopes.leaf(), rule, **options)
 
 
@@ -142,16 +130,16 @@ def clip_by_quantile(
     floor: float = DEFAULT_FLOOR,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm and adapts the threshold to a quantile of the norms.
+    """Clips the global norm to an estimated quantile of the norms.
 
-    Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, arXiv 1905.03871, without noise.
+    Source: Andrew, Thakkar, McMahan, and Ramaswamy, 2019, arXiv 1905.03871, without noise.
 
     Args:
       target: The fraction of steps without clipping, from 0 to 1.
       learning_rate: The learning rate of the threshold.
-      init_threshold: The threshold at the first step.
-      geometric: If True, the threshold is multiplied at all steps. If False, a number is added.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      init_threshold: The initial threshold.
+      geometric: If True, updates of the threshold are multiplicative. If False, they are additive.
+      floor: The minimum threshold. Smaller norms are not recorded.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:
@@ -163,9 +151,8 @@ def clip_by_quantile(
       >>> print(state.info.threshold)
       0.904837
     """
-    rule = thresholds.quantile(
-        target, learning_rate, init_threshold, geometric=geometric, floor=floor
-    )
+    settings = {"geometric": geometric, "floor": floor}
+    rule = thresholds.quantile(target, learning_rate, init_threshold, **settings)
     return clip_by(scopes.tree(), rule, **options)
 
 
@@ -182,15 +169,15 @@ def clip_by_ema_norm(
 ) -> Transformation[ClipState]:
     """Clips leaves to a multiple of the moving averages of their clipped norms.
 
-    Source: allenai/OLMo (`max_grad_norm_ratio`). Its decay is the larger decay of Adam.
+    Source: allenai/OLMo (`max_grad_norm_ratio`), where the decay is the larger decay of Adam.
 
     Args:
       ratio: The ratio of the threshold to the average.
-      decay: The decay of the average, which starts from the norm of the second step.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. Use `None` to disable this.
-      max_norm: The upper bound on thresholds. By default, there is no bound.
+      decay: The decay of the average, which is initialized with the norm of the second step.
+      floor: The minimum threshold. Smaller norms are not recorded.
+      patience: The number of consecutive clipped norms after which unclipped norms are recorded.
+        None disables this.
+      max_norm: The maximum threshold. By default, there is no maximum.
       **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
@@ -202,10 +189,8 @@ def clip_by_ema_norm(
       >>> print(state.info.threshold, state.info.factor)
       [1.7565] [0.3513]
     """
-    # As in OLMo, the average starts from the norm of the second step.
-    rule = thresholds.ema(
-        decay, ratio, skip_steps=1, floor=floor, patience=patience, max_norm=max_norm
-    )
+    bounds = {"floor": floor, "patience": patience, "max_norm": max_norm}
+    rule = thresholds.ema(decay, ratio, skip_steps=1, **bounds)
     return clip_by(scopes.leaf(), rule, **options)
 
 
@@ -219,21 +204,19 @@ def autoclip(
     max_norm: ArrayLike | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm to a percentile of the last norms (AutoClip).
+    """Clips the global norm to a percentile of recent norms (AutoClip).
 
-    The window includes the current norm. Until it is full, the percentile of all previous norms is
-    used. The rule clips about `100 - percentile` % of all steps. Use a percentile above 90 to clip
-    only spikes.
+    The recent norms include the current norm. About `100 - percentile` percent of all steps are
+    clipped. Use a percentile above 90 to clip only spikes.
 
-    Source: Seetharaman, Wichern, Pardo and Le Roux, 2020, AutoClip, arXiv 2007.14469, with an
-    unbounded history.
+    Source: Seetharaman, Wichern, Pardo, and Le Roux, 2020, AutoClip, arXiv 2007.14469, with an
+    unlimited window.
 
     Args:
       percentile: The percentile, from 0 to 100.
-      window: The number of norms to keep. `optax.inject_hyperparams` requires
-        `static_args=("window",)`.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on the threshold. By default, there is no bound.
+      window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
+      floor: The minimum threshold. Smaller norms are not recorded.
+      max_norm: The maximum threshold. By default, there is no maximum.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:
@@ -245,10 +228,8 @@ def autoclip(
       >>> print(state.info.threshold, state.info.factor)
       1.0 0.2
     """
-    # AutoClip has no warmup, and its window includes the current norm.
-    rule = thresholds.percentile(
-        percentile, window, inclusive=True, warmup_steps=0, floor=floor, max_norm=max_norm
-    )
+    settings = {"inclusive": True, "warmup_steps": 0, "floor": floor, "max_norm": max_norm}
+    rule = thresholds.percentile(percentile, window, **settings)
     return clip_by(scopes.tree(), rule, **options)
 
 
@@ -262,20 +243,20 @@ def clip_by_median_norm(
     max_norm: ArrayLike | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm to a multiple of the median of the last norms.
+    """Clips the global norm to a multiple of the median of recent norms.
 
-    As in ScaledAdam, the threshold is set every `window` steps, and to twice the multiple at steps
-    10, 20 and 40. However, this function does not multiply the gradient by the size of the
-    parameters first, as ScaledAdam does.
+    The threshold is updated every `window` steps. It is also set to `2 * scale` times the median at
+    steps 10, 20, and 40. Unlike ScaledAdam, this function does not multiply gradients by the size
+    of the parameters before it computes the norm.
 
-    Source: ScaledAdam, Povey et al., k2-fsa/icefall, and Zipformer, arXiv 2310.11230.
+    Source: ScaledAdam (Povey et al., k2-fsa/icefall) and Zipformer, arXiv 2310.11230.
 
     Args:
       scale: The ratio of the threshold to the median.
       window: The number of norms to keep, and the number of steps between updates of the threshold.
-        `optax.inject_hyperparams` requires `static_args=("window",)`.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on the threshold. By default, there is no bound.
+        It must be static in `optax.inject_hyperparams`.
+      floor: The minimum threshold. Smaller norms are not recorded.
+      max_norm: The maximum threshold. By default, there is no maximum.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:
@@ -301,19 +282,18 @@ def clip_by_window_norm(
     max_norm: ArrayLike | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm to the mean of the last norms plus a number of standard deviations.
+    """Clips the global norm to the mean of recent norms plus a number of standard deviations.
 
-    There is no threshold until the window is half full.
+    Clipping starts when the window is half full. Levanter clips the updates of Adam like this. To
+    do the same, use this transformation after Adam in `optax.chain`.
 
-    Source: marin-community/levanter (`clip_update_by_historical_norm`), which clips the updates
-    after Adam. You can use it after Adam in `optax.chain`.
+    Source: marin-community/levanter (`clip_update_by_historical_norm`).
 
     Args:
       num_std: The number of standard deviations above the mean.
-      window: The number of norms to keep. `optax.inject_hyperparams` requires
-        `static_args=("window",)`.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on the threshold. By default, there is no bound.
+      window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
+      floor: The minimum threshold. Smaller norms are not recorded.
+      max_norm: The maximum threshold. By default, there is no maximum.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:

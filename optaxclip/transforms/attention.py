@@ -1,8 +1,4 @@
-"""QK-Clip: scales the query and key parameters of attention heads with large logits.
-
-`Heads` describes the heads of a parameter. `resolve_heads` checks this description for a leaf, and
-`multiplier` computes the multiplier of the leaf from the factors of its heads.
-"""
+"""QK-Clip: scales the query and key parameters of attention heads with large logits."""
 
 import dataclasses
 import functools
@@ -16,26 +12,12 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
+import optaxclip._base.numerics as numerics
+import optaxclip._base.trees as trees
 import optaxclip.scopes as scopes
 from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import Transformation, stateless, transformation
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    cast_elements,
-    divide_no_nan,
-    match_weak_type,
-    norm_dtype,
-    promote_dtypes,
-)
 from optaxclip._base.state import check_state
-from optaxclip._base.trees import (
-    FlatTree,
-    align_params,
-    broadcast_prefix,
-    flatten,
-    is_sparse,
-    leaf_name,
-)
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._base.validation import check_bool, check_name, validate_call
 from optaxclip._engine.clip import clip_by, fresh_if_none
@@ -44,20 +26,18 @@ from optaxclip.thresholds._constant import ScalarOrSchedule, check_threshold
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The axes of the heads in an attention parameter, and the power of its factor.
+    """Describes the heads of an attention parameter and how QK-Clip scales them.
 
-    The logits of a head are products of its queries and keys, so the powers of queries and keys
-    must sum to 1.
+    A head is multiplied by its factor raised to a power. Logits are products of queries and keys,
+    so the powers of queries and keys must sum to 1.
 
     Attributes:
-      axis: The axis of the heads. If layers are stacked, the axes that correspond to the axes of
-        `max_logits`, in this order, such as `(0, -2)` for layers and heads.
-      power: The power of the factor for the whole parameter. It can also be a sequence of pairs
-        `(elements, power)`, which divide the elements of a head along `head_dim_axis` into parts
-        with different powers.
-      head_dim_axis: The axis of the elements of a head. If it equals the last axis in `axis`, that
-        axis contains the elements of all heads one after another, as in a kernel
-        `[in, heads * elements]`.
+      axis: The axis of the heads. If layers are stacked, a sequence of the axes that correspond to
+        the axes of `max_logits`, such as `(0, -2)` for layers and heads.
+      power: The power for all elements, or a sequence of pairs `(elements, power)` for consecutive
+        elements of a head along `head_dim_axis`.
+      head_dim_axis: The axis of the elements of a head. If it is also the axis of the heads, the
+        parameter contains one head after another, as in a kernel `[in, heads * elements]`.
 
     Example:
       >>> from optaxclip import Heads
@@ -79,14 +59,11 @@ class Heads:
             head_dim_axis = operator.index(self.head_dim_axis)
         except (TypeError, ValueError):
             raise TypeError(
-                "axis must be an int or a sequence of ints, power a number or pairs (elements, "
-                f"power), and head_dim_axis an int, got {self.axis!r}, {self.power!r} and "
-                f"{self.head_dim_axis!r}"
+                "axis must be an int or a sequence of ints, head_dim_axis an int, and power a "
+                f"number or pairs (elements, power), got {self}"
             ) from None
         if not all(count >= 1 and 0 <= power <= 1 for count, power in segments):
-            raise ValueError(
-                f"power must be from 0 to 1 for at least 1 element, got {self.power!r}"
-            )
+            raise ValueError(f"power must be from 0 to 1, got {self.power!r}")
         # Tuples are hashable and can be static arguments of compiled functions.
         object.__setattr__(self, "axis", axes)
         object.__setattr__(self, "head_dim_axis", head_dim_axis)
@@ -95,63 +72,50 @@ class Heads:
 
 
 class HeadLayout(NamedTuple):
-    """`Heads` for a leaf of a given shape.
-
-    Attributes:
-      rank: The rank of the leaf.
-      axes: The axes of the heads, counted from 0.
-      head_dim_axis: The axis of the elements of a head, counted from 0.
-      segments: Numbers of elements with their powers. If all elements have the same power, there is
-        one segment with the number 1.
-    """
+    """The `Heads` of a leaf with non-negative axes."""
 
     rank: int
     axes: tuple[int, ...]
     head_dim_axis: int
-    segments: tuple[tuple[int, float], ...]
+    segments: tuple[tuple[int, float], ...]  # ((1, power),) if all elements have the same power
 
 
 def resolve_heads(
     heads: Heads, shape: tuple[int, ...], name: str
 ) -> tuple[HeadLayout, tuple[int, ...]]:
-    """Returns the layout of the heads in a leaf of this shape, and the shape of its logits."""
+    """Checks the heads of a leaf and returns their layout and the shape of their logits."""
     rank, axes, segments = len(shape), _axes(heads.axis), _segments(heads.power)
     is_divided = isinstance(heads.power, Sequence)
     used_axes = (*axes, heads.head_dim_axis) if is_divided else axes
     if any(not -rank <= axis < rank for axis in used_axes):
-        raise ValueError(
-            f"{heads} must have axes of leaf '{name}' of shape {shape}, got {used_axes}"
-        )
+        raise ValueError(f"heads must use axes of leaf '{name}' of shape {shape}, got {used_axes}")
     axes = tuple(axis % rank for axis in axes)
     if len(set(axes)) < len(axes):
-        raise ValueError(
-            f"{heads} must have different axes for leaf '{name}' of shape {shape}, got {axes}"
-        )
+        raise ValueError(f"heads must use distinct axes of leaf '{name}', got {axes}")
     sizes = [shape[axis] for axis in axes]
     if not is_divided:
         others = [axis for axis in range(rank) if axis not in axes]
-        # Any remaining axis can be that of the elements. Without such an axis, heads have one
-        # element.
+        # Use any remaining axis, because all elements have the same power.
         return HeadLayout(rank, axes, (others or axes)[-1], segments), tuple(sizes)
     head_dim_axis, elements = heads.head_dim_axis % rank, sum(count for count, _ in segments)
     if head_dim_axis == axes[-1] and sizes[-1] % elements == 0:
         sizes[-1] //= elements
     elif head_dim_axis in axes or shape[head_dim_axis] != elements:
         raise ValueError(
-            f"{heads} must divide axis {head_dim_axis} of leaf '{name}' of shape {shape} into "
-            f"heads, got heads of {elements} elements"
+            f"heads must divide axis {head_dim_axis} of leaf '{name}' of shape {shape}, got "
+            f"{elements} elements per head"
         )
     return HeadLayout(rank, axes, head_dim_axis, segments), tuple(sizes)
 
 
 def multiplier(factor: Array, layout: HeadLayout) -> Array:
-    """Returns the multiplier of a leaf for factors of heads. It broadcasts to the leaf."""
+    """Returns the multiplier of a leaf from the factors of its heads. It broadcasts to the leaf."""
     # [*heads] -> the order of the axes in the leaf, with size 1 along the remaining axes
     factor = jnp.transpose(factor, [int(i) for i in np.argsort(layout.axes)])
     factor = lax.expand_dims(factor, [i for i in range(layout.rank) if i not in layout.axes])
     counts, powers = zip(*layout.segments, strict=True)
     powers = np.repeat(powers, counts)  # [elements]
-    # If one axis contains both the heads and their elements, the elements get a temporary axis.
+    # If heads and their elements share an axis, add a temporary axis for the elements.
     has_shared_axis = layout.head_dim_axis in layout.axes
     axis = layout.head_dim_axis + has_shared_axis
     # For example, [heads, 1] for a kernel [heads * elements]
@@ -159,7 +123,7 @@ def multiplier(factor: Array, layout: HeadLayout) -> Array:
     exponents = jnp.asarray(
         powers.reshape([len(powers) if i == axis else 1 for i in range(x.ndim)]), x.dtype
     )
-    # Powers of 1 and powers with the exponent 0 are exactly 1.
+    # Factors of 1 and factors with the power 0 have the result 1 exactly.
     is_between = (x > 0) & (x < 1)
     by = jnp.where(is_between, x, 1) ** exponents
     by = jnp.where(is_between | (x != 0) | (exponents == 0), by, 0)
@@ -190,56 +154,55 @@ def clip_attention_logits(
 ) -> Transformation[ClipState]:
     """Scales the query and key parameters of attention heads with large logits (QK-Clip).
 
-    Let `S` be the largest logit of a head in the batch of this step, after the division by the
-    square root of the head size and before the softmax. The factor of the head is
-    `min(1, tau / S)`. This transformation must be the last stage of a chain. It changes the update
-    `u` of the parameters `w` so the new parameters are `factor**power * (w + u)`. The logits of the
-    same batch would then be at most about `tau`. Heads below the threshold are unchanged.
+    Let `S` be the largest logit of a head in the current batch, after the division by the square
+    root of the head size and before the softmax. The head is scaled by `factor = min(1, tau / S)`:
+    the update `u` of a parameter `w` is changed to set the new parameter to
+    `factor**power * (w + u)`, so the logits of this batch would be at most about `tau`. Use this
+    transformation as the last stage of a chain.
 
-    The function `heads` determines how queries and keys share the factor:
+    The function `heads` returns these powers:
 
       attention                        | queries                | keys
       ---------------------------------|------------------------|-------------------------
       multi-head                       | power 0.5              | power 0.5
-      grouped-query, multi-query       | power 1                | unchanged, as heads share them
+      grouped-query, multi-query       | power 1                | None, because heads share keys
       multi-head latent, per head      | power 0.5              | power 0.5
-      ... with rotary positions        | power 1                | unchanged, as heads share them
+      ... with rotary positions        | power 1                | None, because heads share keys
 
-    Biases of queries and keys must be scaled too. For example, `axis=-2` is correct for both a
+    You must also scale the biases of queries and keys. For example, `axis=-2` is correct for both a
     kernel `[in, heads, elements]` and a bias `[heads, elements]`. If queries and keys are
-    normalized (QK-norm), their parameters do not scale the logits, so clipping is not needed.
+    normalized (QK-norm), you do not need this transformation.
 
-    You must pass `max_logits=` to the update. It is a pytree of arrays `[heads]` at the paths of
-    the attention layers in the parameters, such as `{"layers/0/attention": S}`. For example, Flax's
-    `sow` with the name `max_logits` collects such a tree. A single array is used for all layers.
-    Pass the largest logits of the whole batch. Note that `optax.MultiSteps` only passes those of
-    the last microbatch. Inside `shard_map`, compute the maximum over all devices with
-    `jax.lax.pmax`. Non-finite logits do not change the parameters. For bfloat16 parameters, factors
-    within 0.2 % of 1 are lost to rounding.
+    You must pass `max_logits=` to `update`, either an array `[heads]` for all layers or a pytree of
+    arrays at the paths of the attention layers, such as `{"layers/0/attention": S}`. Flax's `sow`
+    with the name `max_logits` collects such a tree. The arrays must contain the maximum over the
+    whole batch. Inside `shard_map`, use `jax.lax.pmax`. Note that `optax.MultiSteps` only passes
+    the maximum of the last microbatch. Non-finite logits do not change the parameters. In bfloat16,
+    factors within 0.2% of 1 are lost to rounding.
 
     Source: Kimi Team, 2025, arXiv 2507.20534.
 
     Args:
       tau: The maximum logit.
-      heads: A function `fn(path, leaf) -> Heads`. It returns None for leaves that must not change.
-        The path is a string such as `layers/0/attention/query/kernel`. Because it is a function but
-        not a schedule, `optax.inject_hyperparams` requires `static_args=("heads",)`.
-      specs: The sharding of the parameters, as in `optaxclip.clip_by`. It is required inside
-        `shard_map` if heads are sharded.
-      record: If False, the state is an `optax.EmptyState`, and any state is accepted and returned
-        unchanged. Schedules require the step count and cannot be used with `record=False`.
-      name: The name in messages.
+      heads: A function `(path, leaf) -> Heads | None`, where None excludes a leaf and paths are
+        strings such as `layers/0/attention/query/kernel`. `optax.inject_hyperparams` requires
+        `static_args=("heads",)`.
+      specs: The sharding of the parameters, as in `optaxclip.clip_by`. Required inside `shard_map`
+        if heads are sharded.
+      record: If False, the state is an `optax.EmptyState`, any state is accepted and returned
+        unchanged, and schedules are not supported.
+      name: The name used in messages.
 
     Returns:
-      A transformation with a `ClipState`. Its record has one element per parameter with heads, and
-      `norm` is the logit of the head with the largest ratio to its threshold. The update returns a
-      tree with the shapes, dtypes and weak types of the given updates.
+      A transformation with a `ClipState`. The record has one element per parameter with heads, and
+      `norm` is the logit with the largest ratio to its threshold. Updates keep their shapes,
+      dtypes, and weak types.
 
     Raises:
-      ValueError: If the threshold is negative, NaN or not a scalar. `init` and the update raise
-        it if `heads` returns None for all leaves, or if `params` or `max_logits` is missing or has
-        wrong shapes.
-      TypeError: If the threshold is not a number or `heads` is not a function.
+      ValueError: If the threshold is negative, NaN, or not a scalar. Also raised by `init` and
+        `update` if `heads` returns None for all leaves, and by `update` if `params` or `max_logits`
+        is missing or has wrong shapes.
+      TypeError: If the threshold is not a number, or if `heads` is not a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -256,57 +219,49 @@ def clip_attention_logits(
     """
     if not callable(heads):
         raise TypeError(
-            f"heads must be a function (path, leaf) -> optaxclip.Heads or None, got {heads!r}; "
-            "return Heads with the axis of the heads for the parameters of queries and keys"
+            f"heads must be a function (path, leaf) -> optaxclip.Heads | None, got {heads!r}; "
+            "return Heads(axis) for query and key parameters"
         )
     threshold, name = check_threshold(tau, "tau"), check_name(name)
 
     def clip_logits(specs: PyTree = None) -> Transformation[ClipState]:
-        # The heads are the elements of the tree of logits, and separate groups.
+        # Each logit is a separate group.
         options = {"specs": specs, "record": record, "name": name}
         return clip_by(scopes.axes(()), threshold, norm="linf", **options)
 
     def init(params: PyTree) -> ClipState:
-        flat = flatten(params, "params")
+        flat = trees.flatten(params, "params")
         head_leaves = _find_head_leaves(flat, heads)
-        # Trees without leaves are valid because `optax.tree_map_params` initializes with them.
+        # `optax.tree_map_params` initializes with trees without leaves.
         if flat.inexact_indices and not head_leaves:
             raise ValueError(
-                f"{name}: heads must return optaxclip.Heads for some leaf, got None for all of "
-                f"{flat.names()}"
+                f"{name}: heads must return optaxclip.Heads, got None for all of {flat.names()}"
             )
         return clip_logits().init({leaf.name: jnp.zeros(leaf.shape) for leaf in head_leaves})
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None, max_logits: PyTree = None, **_: Any
     ) -> tuple[PyTree, Any]:
-        flat = flatten(updates, "updates")
+        flat = trees.flatten(updates, "updates")
         for value, argument in ((params, "params"), (max_logits, "max_logits")):
             if value is None:
                 raise ValueError(
-                    f"{name}: {argument} must be passed to the update, got None; call "
-                    "update(updates, state, params, max_logits=...) with the largest attention "
-                    "logits of the heads in this step"
+                    f"{name}: {argument} must be passed to update, got None; call update(updates, "
+                    "state, params, max_logits=...) with the largest logits of the heads"
                 )
         head_leaves = _find_head_leaves(flat, heads)
         only = flat._replace(inexact_indices=[leaf.position for leaf in head_leaves])
         logits = _logits_by_name(head_leaves, max_logits, name)  # name -> [*heads]
         clipped, state = clip_logits(_head_specs(head_leaves, specs, only)).update(logits, state)
-        names = [leaf.name for leaf in head_leaves]
-        leaves = _rescale_params(
-            only.inexact_leaves(),
-            align_params(only, params, name).inexact_leaves(),
-            [logits[key] for key in names],
-            [clipped[key] for key in names],
-            layouts=tuple(leaf.layout for leaf in head_leaves),
-        )
-        return only.unflatten(leaves), state
+        weights = trees.align_params(only, params, name).inexact_leaves()
+        before, after = ([tree[leaf.name] for leaf in head_leaves] for tree in (logits, clipped))
+        layouts = tuple(leaf.layout for leaf in head_leaves)
+        operands = (only.inexact_leaves(), weights, before, after)
+        return only.unflatten(_rescale_params(*operands, layouts=layouts)), state
 
     if not check_bool(record, "record"):
         clip_logits()  # rejects thresholds that depend on earlier steps
-        return stateless(
-            lambda updates, params, **extra: update_fn(updates, (), params, **extra)[0]
-        )
+        return stateless(lambda grads, params, **extra: update_fn(grads, (), params, **extra)[0])
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -319,26 +274,25 @@ def clip_attention_logits(
 
 
 class _HeadLeaf(NamedTuple):
-    """A leaf with heads. `position` is its index in the tree and `shape` that of its logits."""
-
-    position: int
+    position: int  # in the tree
     name: str
     path: tuple[str, ...]
     layout: HeadLayout
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the logits
 
 
-def _find_head_leaves(flat: FlatTree, heads: Callable[[str, Any], Heads | None]) -> list[_HeadLeaf]:
+def _find_head_leaves(
+    flat: trees.FlatTree, heads: Callable[[str, Any], Heads | None]
+) -> list[_HeadLeaf]:
     head_leaves = []
-    for position, leaf, name in zip(
-        flat.inexact_indices, flat.inexact_leaves(), flat.names(), strict=True
-    ):
+    rows = zip(flat.inexact_indices, flat.inexact_leaves(), flat.names(), strict=True)
+    for position, leaf, name in rows:
         own = heads(name, leaf)
         if own is None:
             continue
         if not isinstance(own, Heads):
             raise TypeError(f"heads must return optaxclip.Heads or None, got {own!r} for '{name}'")
-        if is_sparse(leaf):
+        if trees.is_sparse(leaf):
             raise TypeError(f"heads must return None for sparse leaves, got Heads for '{name}'")
         path = _split_path(flat.paths[position])
         layout, shape = resolve_heads(own, np.shape(leaf), name)
@@ -347,50 +301,46 @@ def _find_head_leaves(flat: FlatTree, heads: Callable[[str, Any], Heads | None])
 
 
 def _split_path(path: Path) -> tuple[str, ...]:
-    return tuple(leaf_name(path).split("/")) if path else ()
+    return tuple(trees.leaf_name(path).split("/")) if path else ()
 
 
-def _head_specs(head_leaves: list[_HeadLeaf], specs: PyTree, flat: FlatTree) -> PyTree:
-    """Returns the sharding of the logits, which is that of the heads in the parameters."""
+def _head_specs(head_leaves: list[_HeadLeaf], specs: PyTree, flat: trees.FlatTree) -> PyTree:
+    """Returns the sharding of the logits from the sharding of the parameters."""
     if specs is None or not head_leaves:
         return None
-    pairs = zip(broadcast_prefix(specs, flat, "specs"), head_leaves, strict=True)
-    return {
-        leaf.name: meshes.select_spec_entries(spec, leaf.layout.axes, leaf.layout.rank)
-        for spec, leaf in pairs
-    }
+    pairs = zip(head_leaves, trees.broadcast_prefix(specs, flat, "specs"), strict=True)
+    select = meshes.select_spec_entries
+    return {leaf.name: select(spec, leaf.layout.axes, leaf.layout.rank) for leaf, spec in pairs}
 
 
 def _logits_by_name(
     head_leaves: list[_HeadLeaf], max_logits: PyTree, name: str
 ) -> dict[str, Array]:
-    """Returns the logits of the heads by the names of the leaves. Negative logits become 0."""
-    flat = flatten(max_logits, "max_logits", integer_policy="error")
+    """Returns a dict from leaf names to the logits of their heads. Negative logits become 0."""
+    flat = trees.flatten(max_logits, "max_logits", integer_policy="error")
     arrays_by_path: dict[tuple[str, ...], list[Any]] = {}
     for i in flat.inexact_indices:
         if jnp.iscomplexobj(flat.leaves[i]):
-            raise TypeError(f"max_logits must have real leaves, got {flat.leaves[i]!r:.80}")
+            raise TypeError(f"max_logits must contain real arrays, got {flat.leaves[i]!r:.80}")
         parts = _split_path(flat.paths[i])
-        # Flax's `sow` appends its name and the indices of a tuple to the path.
+        # Flax's `sow` appends the name and the indices of a tuple to the path.
         end = parts.index("max_logits") if "max_logits" in parts else len(parts)
         arrays_by_path.setdefault(parts[:end], []).append(flat.leaves[i])
     arrays_by_name = {}
     for leaf in head_leaves:
-        # The deepest path that contains the leaf.
         prefixes = [path for path in arrays_by_path if leaf.path[: len(path)] == path]
         if not prefixes:
             raise ValueError(
                 f"{name}: max_logits must have an array for the parameter '{leaf.name}', got "
-                f"arrays for {['/'.join(path) for path in arrays_by_path]}; pass an array at the "
-                "path of its attention, such as {'layers/0/attention': array}"
+                f"arrays for {['/'.join(path) for path in arrays_by_path]}; use paths of attention "
+                "layers, as in {'layers/0/attention': array}"
             )
         arrays = arrays_by_path[max(prefixes, key=len)]
         for array in arrays:
             if np.shape(array) != leaf.shape:
                 raise ValueError(
-                    f"{name}: max_logits must have shape {leaf.shape} for the heads of the "
-                    f"parameter '{leaf.name}', got {np.shape(array)}; pass the largest logits "
-                    "of its heads, and return None for the keys of grouped queries"
+                    f"{name}: max_logits must have shape {leaf.shape} for the heads of "
+                    f"'{leaf.name}', got {np.shape(array)}; return None for shared keys"
                 )
         arrays_by_name[leaf.name] = arrays
     return _reduce_logits(arrays_by_name)
@@ -401,9 +351,10 @@ def _reduce_logits(arrays_by_name: dict[str, list[Any]]) -> dict[str, Array]:
     """Computes the elementwise maximum of the arrays with the same name and 0."""
     result = {}
     for name, arrays in arrays_by_name.items():
-        wide = [x.astype(accumulation_dtype(x.dtype)) for x in map(jnp.asarray, arrays)]
-        largest = jnp.maximum(functools.reduce(jnp.maximum, promote_dtypes(wide)), 0)  # [*heads]
-        # Non-finite logits do not change the parameters, so their derivative is 0.
+        wide = [x.astype(numerics.accumulation_dtype(x.dtype)) for x in map(jnp.asarray, arrays)]
+        wide = numerics.promote_dtypes(wide)
+        largest = jnp.maximum(functools.reduce(jnp.maximum, wide), 0)  # [*heads]
+        # Non-finite logits do not change the parameters, so they have no derivative.
         result[name] = jnp.where(jnp.isfinite(largest), largest, lax.stop_gradient(largest))
     return result
 
@@ -422,12 +373,11 @@ def _rescale_params(
     for u, w, before, after, layout in zip(updates, params, logits, clipped, layouts, strict=True):
         u, w = jnp.asarray(u), jnp.asarray(w)
         # [*heads]
-        quotient = jnp.where(jnp.isfinite(before), divide_no_nan(after, before, 1.0), 1)
-        # Use float32 or wider for the new updates.
-        wide = norm_dtype([u.dtype, w.dtype])
+        quotient = jnp.where(jnp.isfinite(before), numerics.divide_no_nan(after, before, 1.0), 1)
+        wide = numerics.norm_dtype([u.dtype, w.dtype])
         by = multiplier(quotient.astype(wide), layout)
         # by * u - (1 - by) * w, which is exactly u if by is 1
-        new = scale_by_real(cast_elements(u, wide), by)
-        new = new - scale_by_real(cast_elements(w, wide), 1 - by).astype(new.dtype)
-        rescaled.append(match_weak_type(jnp.where(by == 1, u, new.astype(u.dtype)), u))
+        new = scale_by_real(numerics.cast_elements(u, wide), by)
+        new = new - scale_by_real(numerics.cast_elements(w, wide), 1 - by).astype(new.dtype)
+        rescaled.append(numerics.match_weak_type(jnp.where(by == 1, u, new.astype(u.dtype)), u))
     return rescaled

@@ -1,4 +1,4 @@
-"""Transformations that clip elements by their own values: `clip` and `clip_by_value`."""
+"""Transformations that clip individual elements: `clip` and `clip_by_value`."""
 
 import math
 from typing import Any, NamedTuple
@@ -9,25 +9,11 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
+import optaxclip._base.numerics as numerics
+import optaxclip._base.trees as trees
 from optaxclip._backend.elementwise import coalesce_values, valid_mask
 from optaxclip._backend.global_view import Transformation, global_view, stateless, transformation
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    divide_by_pow2,
-    floor_pow2,
-    is_real,
-    match_weak_type,
-    saturating_cast,
-)
 from optaxclip._base.state import check_state, register_state, safe_increment
-from optaxclip._base.trees import (
-    FlatTree,
-    dtype_of,
-    flatten,
-    get_stored_values,
-    is_sparse,
-    replace_values,
-)
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, short_repr, validate_call
 from optaxclip.thresholds._constant import ScalarOrSchedule, needs_state_message
@@ -53,22 +39,22 @@ class ClipByValueState(NamedTuple):
     too_many_hint=", or use clip_by_value(min_value, max_value) for two bounds",
 )
 def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[ClipByValueState]:
-    """Clips elements to `[-max_delta, max_delta]`, and complex elements to the modulus `max_delta`.
+    """Clips elements to `[-max_delta, max_delta]`.
 
-    NaN is returned unchanged and infinite elements become the bounds.
+    Complex elements are scaled down to an absolute value of at most `max_delta`. NaN is unchanged,
+    and infinite elements become the bounds.
 
     Args:
-      max_delta: The maximum absolute value, or a schedule of it.
-      record: If True, the state counts the steps. If False, the state is an `optax.EmptyState`, and
-        any state is accepted and returned unchanged. Schedules require the step count and cannot be
-        used with `record=False`.
+      max_delta: The maximum absolute value, which can be a schedule.
+      record: If True, the state counts the steps. If False, the state is an `optax.EmptyState`, any
+        state is accepted and returned unchanged, and schedules are not supported.
 
     Returns:
-      A transformation with a `ClipByValueState`. Note that it does not record which elements were
-      clipped, because this would require more passes over the gradients than the clipping.
+      A transformation with a `ClipByValueState`. The state does not contain which elements were
+      clipped, because computing this would take longer than clipping.
 
     Raises:
-      ValueError: If `max_delta` is negative, NaN or not a scalar, or if it is a schedule and
+      ValueError: If `max_delta` is negative, NaN, or not a scalar, or if it is a schedule and
         `record` is False.
       TypeError: If `max_delta` is not a number.
 
@@ -82,9 +68,8 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
     if callable(max_delta):
         check_schedule(max_delta, "max_delta", any_shape=True)
     else:
-        max_delta = check_threshold_value(
-            max_delta, "max_delta", disabled_value="math.inf", schedule=True
-        )
+        options = {"disabled_value": "math.inf", "schedule": True}
+        max_delta = check_threshold_value(max_delta, "max_delta", **options)
     return _clip_by_bounds(None, max_delta, ("max_delta", "max_delta"), record)
 
 
@@ -92,21 +77,22 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
 def clip_by_value(
     min_value: ScalarOrSchedule, max_value: ScalarOrSchedule, *, record: bool = True
 ) -> Transformation[ClipByValueState]:
-    """Clips elements to `[min_value, max_value]`, and complex elements to the modulus `max_value`.
+    """Clips elements to `[min_value, max_value]`.
 
-    NaN is returned unchanged and infinite elements become the bounds.
+    Complex elements are scaled down to an absolute value of at most `max_value`. NaN is unchanged,
+    and infinite elements become the bounds.
 
     Args:
-      min_value: A scalar, an array that broadcasts to all leaves, or a schedule of these.
-      max_value: A scalar, an array that broadcasts to all leaves, or a schedule of these.
+      min_value: A scalar, an array that broadcasts to all leaves, or a schedule.
+      max_value: A scalar, an array that broadcasts to all leaves, or a schedule.
       record: If False, the state does not count the steps, as in `clip`.
 
     Returns:
-      A transformation with a `ClipByValueState`, which only counts the steps.
+      A transformation with a `ClipByValueState`.
 
     Raises:
-      ValueError: If a minimum exceeds its maximum (traced values are not compared), if a bound does
-        not broadcast to the shape of a leaf, or if a bound is a schedule and `record` is False.
+      ValueError: If a minimum exceeds its maximum (unless traced), if a bound does not broadcast to
+        the shape of a leaf, or if a bound is a schedule and `record` is False.
       TypeError: If a bound is not a number.
 
     Example:
@@ -131,18 +117,17 @@ def _clip_by_bounds(
     low: ScalarOrSchedule | None, high: ScalarOrSchedule, arguments: tuple[str, str], record: bool
 ) -> Transformation[ClipByValueState]:
     name = "clip" if low is None else "clip_by_value"
-
     bounds: tuple[Any, Any] = (low, high)
     is_scheduled = callable(low) or callable(high)
     if not check_bool(record, "record"):
         if is_scheduled:
             raise ValueError(needs_state_message(name))
         return stateless(
-            lambda updates, *_, **__: clamp(flatten(updates, "updates"), *bounds, arguments)
+            lambda grads, *_, **__: clamp(trees.flatten(grads, "updates"), *bounds, arguments)
         )
 
     def init(params: PyTree) -> ClipByValueState:
-        flatten(params, "params")
+        trees.flatten(params, "params")
         return ClipByValueState(jnp.zeros((), jnp.int32))
 
     def update(
@@ -157,28 +142,27 @@ def _clip_by_bounds(
             check_bound(bound(state.steps), "the schedule's value") if callable(bound) else bound
             for bound in bounds
         )
-        clipped = clamp(flatten(updates, "updates"), lowest, highest, arguments)
+        clipped = clamp(trees.flatten(updates, "updates"), lowest, highest, arguments)
         return clipped, ClipByValueState(safe_increment(state.steps))
 
     return transformation(init, update)
 
 
 def clamp(
-    flat: FlatTree, low: ArrayLike | None, high: ArrayLike, arguments: tuple[str, str]
+    flat: trees.FlatTree, low: ArrayLike | None, high: ArrayLike, arguments: tuple[str, str]
 ) -> PyTree:
-    """Clips real elements to `[low, high]` and complex elements to the modulus `high`.
+    """Clips elements to `[low, high]`, or to `[-high, high]` if `low` is None.
 
-    NaN is returned unchanged and infinite elements become the bounds. If `low` is above `high`,
-    elements become `low`. If `low` is None, it is `-high`, and a negative `high` is treated as 0.
-    Bounds broadcast to all leaves. For `BCOO` leaves, the stored elements are clipped after the
-    values with equal indices are added. Messages use the names `arguments` for the bounds.
+    If `low` exceeds `high`, elements become `low`. If `low` is None, negative `high` act as 0. For
+    `BCOO` leaves, stored values with equal indices are added before clipping. Messages use the
+    names `arguments` for the bounds.
     """
     leaves = flat.inexact_leaves()
     for bound, argument in zip((low, high), arguments, strict=True):
         if bound is None or not np.shape(bound):
             continue
         for leaf, name in zip(leaves, flat.names(), strict=True):
-            shape = np.shape(get_stored_values(leaf))
+            shape = np.shape(trees.get_stored_values(leaf))
             try:
                 fits = np.broadcast_shapes(np.shape(bound), shape) == shape
             except ValueError:
@@ -189,17 +173,17 @@ def clamp(
                     f"{np.shape(bound)}; pass a scalar"
                 )
     # Use one bound per dtype instead of per leaf, because operands of compiled calls take time.
-    dtypes = set(map(_canonical, {dtype_of(leaf) for leaf in leaves}))
-    highs = {str(dtype): _clip_bound_to_dtype(high, dtype) for dtype in dtypes}
-    lows = (
-        None if low is None else {str(dtype): _clip_bound_to_dtype(low, dtype) for dtype in dtypes}
+    dtypes = set(map(_canonical, {trees.dtype_of(leaf) for leaf in leaves}))
+    lows, highs = (
+        {str(dtype): None if x is None else _clip_bound_to_dtype(x, dtype) for dtype in dtypes}
+        for x in (low, high)
     )
     return flat.unflatten(_clamp_by_dtype(leaves, lows, highs))
 
 
 def check_bound(bound: Any, argument: str) -> Any:
     """Checks that `bound` is a real number or a real array and returns it."""
-    if not is_real(bound):
+    if not numerics.is_real(bound):
         raise TypeError(
             f"{argument} must be a number or an array, got {short_repr(bound)} of type "
             f"{type(bound).__name__}"
@@ -208,7 +192,7 @@ def check_bound(bound: Any, argument: str) -> Any:
 
 
 def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
-    """Checks that no minimum exceeds its maximum and no bound is NaN, unless traced."""
+    """Checks that no minimum exceeds its maximum and that no bound is NaN, unless traced."""
     if any(isinstance(bound, Tracer) for bound in (low, high)):
         return
     if not np.all(np.asarray(low) <= np.asarray(high)):
@@ -216,21 +200,21 @@ def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
 
 
 def _clip_bound_to_dtype(bound: Any, dtype: Any) -> Any:
-    """Converts a bound so JAX can cast it to the dtype without an error, a warning or wrapping."""
+    """Converts a bound so that JAX can cast it to the dtype without errors or overflow."""
     if jnp.issubdtype(dtype, jnp.integer):
         low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
         if isinstance(bound, int):
             return np.asarray(min(max(bound, low), high), dtype)
-        # The bound is clipped in its own dtype, which may have a smaller or a larger range.
+        # Clip the bound in its dtype, which may have a smaller or a larger range.
         own = jnp.iinfo(bound.dtype)
         low, high = (bound.dtype.type(min(max(x, own.min), own.max)) for x in (low, high))
         library = jnp if isinstance(bound, jax.Array) else np
         return library.minimum(library.maximum(bound, low), high).astype(dtype)
     if isinstance(bound, (int, float)):
-        # Numbers that exceed the default float dtype become infinite because NumPy would warn.
+        # NumPy would warn about numbers that exceed the default float dtype.
         is_large = abs(bound) > float(jnp.finfo(jnp.result_type(float)).max)
         return math.copysign(math.inf, bound > 0 or -1) if is_large else float(bound)
-    # 64-bit integers become floats because JAX truncates them to 32 bits (as of JAX 0.10.2).
+    # JAX would truncate 64-bit integers to 32 bits (as of JAX 0.10.2).
     is_numpy = isinstance(bound, (np.ndarray, np.generic))
     return bound.astype(float) if is_numpy and bound.dtype.kind in "iu" else bound
 
@@ -240,30 +224,26 @@ _canonical = jax.dtypes.canonicalize_dtype
 
 
 @global_view(out_like="leaves")
-def _clamp_by_dtype(
-    leaves: list[Any], lows: dict[str, Any] | None, highs: dict[str, Any]
-) -> list[Any]:
-    """Clamps leaves with one bound per dtype."""
-    names = [str(_canonical(dtype_of(leaf))) for leaf in leaves]
-    lows_of_leaves = [None if lows is None else lows[name] for name in names]
-    rows = zip(leaves, lows_of_leaves, (highs[name] for name in names), strict=True)
-    return [_clamp_leaf_jitted(*row) for row in rows]
+def _clamp_by_dtype(leaves: list[Any], lows: dict[str, Any], highs: dict[str, Any]) -> list[Any]:
+    pairs = [(leaf, str(_canonical(trees.dtype_of(leaf)))) for leaf in leaves]
+    return [_clamp_leaf_jitted(leaf, lows[dtype], highs[dtype]) for leaf, dtype in pairs]
 
 
 def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
-    """Clamps a leaf with bounds that broadcast to its elements."""
-    x = jnp.asarray(get_stored_values(leaf))
-    if not is_sparse(leaf) or leaf.unique_indices:
-        return replace_values(leaf, match_weak_type(_clamp_array(x, low, high), x))
+    """Clips a leaf to bounds that broadcast to its elements."""
+    x = jnp.asarray(trees.get_stored_values(leaf))
+    if not trees.is_sparse(leaf) or leaf.unique_indices:
+        return trees.replace_values(leaf, numerics.match_weak_type(_clamp_array(x, low, high), x))
     is_exact = jnp.issubdtype(x.dtype, jnp.integer)
-    sums, is_first = coalesce_values(leaf, x.dtype if is_exact else accumulation_dtype(x.dtype))
-    # [stored], where values with equal indices contain the sum of these values
-    element = sums if is_exact else saturating_cast(sums, x.dtype)
+    dtype = x.dtype if is_exact else numerics.accumulation_dtype(x.dtype)
+    sums, is_first = coalesce_values(leaf, dtype)
+    # [stored], the sum of all values with the same index
+    element = sums if is_exact else numerics.saturating_cast(sums, x.dtype)
     bounded = _clamp_array(element, low, high)
-    # The first summand of a clipped element becomes the bound, and its other summands 0.
+    # The first value of a clipped element becomes the bound, and its other values become 0.
     changed = jnp.where(is_first, bounded, jnp.zeros_like(x))
     is_kept = (bounded == element) | ~valid_mask(leaf)
-    return replace_values(leaf, match_weak_type(jnp.where(is_kept, x, changed), x))
+    return trees.replace_values(leaf, numerics.match_weak_type(jnp.where(is_kept, x, changed), x))
 
 
 # Jitted so that leaves with equal shapes and dtypes share one trace.
@@ -273,46 +253,43 @@ _clamp_leaf_jitted = jax.jit(clamp_leaf)
 def _clamp_array(x: Array, low: Array | None, high: Array) -> Array:
     largest = _cast_bound(x, high)
     if low is None:
-        # Schedules can return negative numbers, which would exchange the bounds.
+        # Schedules can return negative numbers, which would swap the bounds.
         largest = lax.max(largest, jnp.zeros_like(largest))
     if jnp.iscomplexobj(x):
-        return _bound_modulus(x, largest)
+        return _clip_complex(x, largest)
     smallest = lax.neg(largest) if low is None else _cast_bound(x, low)
-    # An element that equals a bound has the derivative 1. A NaN in a bound is propagated.
+    # Elements equal to a bound have the derivative 1. A NaN in a bound is propagated.
     # `lax` functions are faster to trace than operators such as `x > largest` (as of JAX 0.10.2).
     y = lax.select(lax.bitwise_or(lax.gt(x, largest), lax.ne(largest, largest)), largest, x)
     return lax.select(lax.bitwise_or(lax.lt(y, smallest), lax.ne(smallest, smallest)), smallest, y)
 
 
 def _cast_bound(x: Array, bound: ArrayLike) -> Array:
-    """Casts a bound to the shape of an array and to the dtype and range of its real part."""
+    """Casts a bound to the shape and the real dtype of an array, and clips it to its range."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.broadcast_to(bound, x.shape)
     bound, dtype = jnp.asarray(bound), jnp.finfo(x.dtype).dtype
-    # Integers are first cast to float32 or wider, because a narrow dtype may not represent them.
+    # Cast integers to float32 or wider first, because a narrow dtype may not represent them.
     if not jnp.issubdtype(bound.dtype, jnp.floating):
-        bound = bound.astype(accumulation_dtype(dtype))
-    return jnp.broadcast_to(saturating_cast(bound, dtype), x.shape)
+        bound = bound.astype(numerics.accumulation_dtype(dtype))
+    return jnp.broadcast_to(numerics.saturating_cast(bound, dtype), x.shape)
 
 
-def _bound_modulus(z: Array, high: Array) -> Array:
-    """Reduces the moduli of complex elements to at most `high` without changing their phases."""
+def _clip_complex(z: Array, high: Array) -> Array:
+    """Scales complex elements down to absolute values of at most `high`."""
     high = jnp.maximum(high, 0)
     is_infinite = jnp.isinf(z.real) | jnp.isinf(z.imag)
-    # Division by a power of two is necessary because moduli of finite elements may overflow.
-    top = jnp.maximum(jnp.abs(z.real), jnp.abs(z.imag))
-    unit = lax.stop_gradient(floor_pow2(top))
+    # Divide by a power of two, because absolute values of finite elements may overflow.
+    unit = lax.stop_gradient(numerics.floor_pow2(jnp.maximum(jnp.abs(z.real), jnp.abs(z.imag))))
 
-    # The signs of the infinite parts determine the phase of an infinite element.
-    parts = [
-        jnp.where(
-            is_infinite, jnp.where(jnp.isinf(part), jnp.sign(part), 0), divide_by_pow2(part, unit)
-        )
-        for part in (z.real, z.imag)
-    ]
-    direction = lax.complex(*parts)
+    def scale_part(part: Array) -> Array:
+        # The infinite parts determine the phase of an infinite element.
+        sign = jnp.where(jnp.isinf(part), jnp.sign(part), 0)
+        return jnp.where(is_infinite, sign, numerics.divide_by_pow2(part, unit))
+
+    direction = lax.complex(scale_part(z.real), scale_part(z.imag))
     # [*leaf], from 1 to 2 * sqrt(2) for finite nonzero elements
     size = jnp.abs(jnp.where(direction == 0, 1, direction))
-    keep = (direction == 0) | ((size <= divide_by_pow2(high, unit)) & ~is_infinite)
+    keep = (direction == 0) | ((size <= numerics.divide_by_pow2(high, unit)) & ~is_infinite)
     by = high / size
     return jnp.where(keep, z, lax.complex(direction.real * by, direction.imag * by))

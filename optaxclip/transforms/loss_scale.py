@@ -1,8 +1,7 @@
 """Dynamic loss scaling for gradients in float16 or fp8: `scale_loss`.
 
-The scale is a power of two, so the division of the gradients causes no rounding errors. The
-gradients are divided in float32, because a quotient in float16 may underflow even if the scaled
-gradient does not.
+The scale is a power of two, so dividing gradients by it does not cause rounding errors. The result
+is float32, because float16 could underflow.
 """
 
 import functools
@@ -15,19 +14,13 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
+import optaxclip._base.numerics as numerics
 from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import (
     Transformation,
     global_view,
     put_on_device,
     transformation,
-)
-from optaxclip._base.numerics import (
-    floor_pow2,
-    is_real,
-    match_weak_type,
-    reciprocal_pow2,
-    saturating_cast,
 )
 from optaxclip._base.state import check_state, register_state, safe_increment
 from optaxclip._base.trees import dtype_of, flatten, get_stored_values, is_sparse, replace_values
@@ -42,12 +35,10 @@ class LossScaleState(NamedTuple):
     """State of `scale_loss`.
 
     Attributes:
-      loss_scale: float32[], the power of two that scales the next loss. You can get it with
-        `optaxclip.monitor.loss_scale`.
-      good_steps: int32[], the number of consecutive steps, up to the latest step, with finite
-        gradients and an unchanged scale.
-      skip: The `SkipState` of the skip around the optimizer. Its `inner_state` is the state of the
-        optimizer.
+      loss_scale: float32[], the scale for the next loss, a power of two.
+      good_steps: int32[], the number of steps with finite gradients since the scale changed or a
+        step was skipped.
+      skip: The `SkipState` of the wrapped optimizer.
     """
 
     loss_scale: Array
@@ -56,13 +47,11 @@ class LossScaleState(NamedTuple):
 
     @property
     def info(self) -> ClipInfo:
-        """The record of the last step, with the `norm` of the unscaled gradients."""
+        """The record of the most recent step. Its `norm` is the norm of the unscaled gradients."""
         return self.skip.info
 
 
 class _ScaleConfig(NamedTuple):
-    """The parameters of the scale. All numbers except the interval are powers of two."""
-
     growth_interval: Any
     factor: Any
     minimum: Any
@@ -81,50 +70,45 @@ def scale_loss(
     maximum: float | Array = 2.0**24,
     **options: Unpack[ShardingOptions],
 ) -> Transformation[LossScaleState]:
-    """Scales the loss dynamically to prevent underflow and overflow of low-precision gradients.
+    """Prevents underflow and overflow of float16 and fp8 gradients with dynamic loss scaling.
 
-    Use it for gradients in float16 and fp8. You must multiply the loss by
-    `optaxclip.monitor.loss_scale(opt_state)` in the training step. The update divides the gradients
-    by this number first. Thresholds, rules, skips and records in `inner` therefore use the unscaled
-    gradients. If a gradient overflows, the step is skipped as in `skip_nonfinite`, and the scale is
-    divided by `factor`. After `growth_interval` consecutive good steps, the scale is multiplied by
-    `factor`. The scale stays between `minimum` and `maximum`, because it could not recover from 0
-    or infinity.
+    In the training step, multiply the loss by `optaxclip.monitor.loss_scale(opt_state)`. The
+    transformation divides the gradients by this scale before it passes them to `inner`. If a
+    gradient is non-finite, the step is skipped as in `skip_nonfinite`, and the scale is divided by
+    `factor`. After `growth_interval` consecutive steps without a skip, the scale is multiplied by
+    `factor`.
 
-    `scale_loss` must be the outermost wrapper. Clipping before it would use scaled gradients.
-    Another skip or `optax.MultiSteps` around it would prevent a necessary decrease of the scale.
-    Note that microbatches are steps if `MultiSteps` is inside. If you use
-    `accumulate.value_and_grad`, set `reject_rule=None` so overflowed microbatches are not rejected
-    silently. Do not use its `clip`, because it would use scaled gradients.
+    `scale_loss` must be the outermost wrapper. Clipping before it would use scaled gradients, and
+    `optax.MultiSteps` or another skip wrapper around it would prevent the scale from decreasing. If
+    `MultiSteps` is inside, each microbatch is a step. If you use `accumulate.value_and_grad`, set
+    `reject_rule=None`, because overflows must not be ignored, and do not use its `clip`, because
+    the gradients are scaled.
 
-    Except for `maximum`, the scale changes as in jmp's `DynamicLossScale`. It grows one good step
-    later in Flax's `DynamicScale`.
+    The scale changes as in jmp's `DynamicLossScale`, which has no `maximum`. In Flax's
+    `DynamicScale`, it grows one step later.
 
     Source: Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740.
 
     Args:
       inner: The optimizer, including its clipping stages.
-      initial: The scale of the first step. You can use `optaxclip.monitor.dtype_fit` to find a
-        scale from float32 gradients, and to see which layers do not fit the format at any scale.
-      growth_interval: The number of consecutive good steps after which the scale grows.
+      initial: The initial scale. `optaxclip.monitor.dtype_fit` can find a scale from float32
+        gradients, and layers that do not fit the format at any scale.
+      growth_interval: The number of consecutive steps without a skip after which the scale grows.
       factor: The number by which the scale is multiplied or divided.
-      minimum: The lower bound on the scale. Gradients that are non-finite at this scale would be
-        non-finite without a scale. Their steps are skipped, and
-        `optaxclip.monitor.step_status` becomes "roll back".
-      maximum: The upper bound on the scale.
+      minimum: The minimum scale. Steps that are still non-finite at this scale are skipped, and
+        `optaxclip.monitor.step_status` then returns "roll back".
+      maximum: The maximum scale.
       **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `LossScaleState`. Gradients in float16 and fp8 are passed to `inner`
-      in float32, because these formats cannot represent the quotients. Parameters in these formats
-      are also passed in float32, so the moments are float32. The updates of such parameters are
-      rounded to their format if parameters are passed. Otherwise, float16 and fp8 updates are
-      returned in float32. All other dtypes are unchanged. A skipped step returns zero updates.
-      Extra arguments are passed to `inner`. Note that a loss or a norm in them must not be
-      scaled.
+      A transformation with a `LossScaleState`. `inner` receives float32 instead of float16 and fp8
+      gradients and parameters. Updates are rounded to the float16 or fp8 formats of their
+      parameters if you pass `params`, and are returned in float32 otherwise. Other dtypes do not
+      change. A skipped step returns zero updates. Extra arguments are passed to `inner`, so they
+      must contain unscaled losses and norms.
 
     Raises:
-      ValueError: If `initial`, `factor`, `minimum` or `maximum` is not a power of two from 2**-126
+      ValueError: If `initial`, `factor`, `minimum`, or `maximum` is not a power of two from 2**-126
         to 2**126, if `factor` is not above 1, if `initial` is not between `minimum` and `maximum`,
         or if `growth_interval` is less than 1.
       TypeError: If one of these is not a number, or if `inner` is not a transformation.
@@ -145,25 +129,21 @@ def scale_loss(
       0.0 32768.0 False
       -5.00e-09 32768.0 True
 
-      The scale 2**16 is infinite in float16. The gradient 5e-9 is 0 without a scale.
+      In float16, the scale 2**16 is infinite. Without a scale, the gradient 5e-9 would be 0.
     """
     checked = Options.create(**options)
     initial = _check_pow2(initial, "initial")
+    powers = {"factor": factor, "minimum": minimum, "maximum": maximum}
     numbers = _ScaleConfig(
-        growth_interval=check_int_or_scalar(growth_interval, "growth_interval"),
-        factor=_check_pow2(factor, "factor"),
-        minimum=_check_pow2(minimum, "minimum"),
-        maximum=_check_pow2(maximum, "maximum"),
+        check_int_or_scalar(growth_interval, "growth_interval"),
+        **{argument: _check_pow2(value, argument) for argument, value in powers.items()},
     )
     _check_order(initial, numbers)
     skip = skip_wrapper(check_inner(inner), math.inf, None, options=checked)
 
     def init(params: PyTree) -> LossScaleState:
-        return LossScaleState(
-            loss_scale=jnp.array(initial, jnp.float32),
-            good_steps=jnp.zeros((), jnp.int32),
-            skip=skip.init(_upcast_params(put_on_device(params))),
-        )
+        skip_state = skip.init(_upcast_params(put_on_device(params)))
+        return LossScaleState(jnp.array(initial, jnp.float32), jnp.zeros((), jnp.int32), skip_state)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -175,29 +155,23 @@ def scale_loss(
         # The factor is 0 if the step was skipped.
         is_good = skip_state.info.factor > 0
         loss_scale, good_steps = _next_scale(numbers, scale, state.good_steps, is_good)
-        return _round_updates(new, params), LossScaleState(
-            # A trainer may have cast the state to a narrower dtype.
-            saturating_cast(loss_scale, jnp.result_type(state.loss_scale)),
-            good_steps,
-            skip_state,
-        )
+        # A trainer may have cast the state to a narrower dtype.
+        loss_scale = numerics.saturating_cast(loss_scale, jnp.result_type(state.loss_scale))
+        return _round_updates(new, params), LossScaleState(loss_scale, good_steps, skip_state)
 
     return transformation(init, update)
 
 
 _MIGRATION_HINT = (
-    "If the optimizer ran without a scale before, insert its state into a fresh state: "
-    "fresh = tx.init(params); opt_state = fresh._replace(skip=fresh.skip._replace("
-    "inner_state=old_opt_state))"
+    "To continue a run without a loss scale, insert the old state into a new state: new = "
+    "tx.init(params); opt_state = new._replace(skip=new.skip._replace(inner_state=old_opt_state))"
 )
 
 
 def round_to_pow2(loss_scale: Array) -> Array:
-    """Rounds the scale in a state to a power of two in float32, because other code may set it.
-
-    Scales of 0 and non-finite scales become 1.
-    """
-    return floor_pow2(jnp.asarray(loss_scale).astype(jnp.float32))
+    """Rounds a scale to a float32 power of two. Scales that are 0 or non-finite become 1."""
+    # Other code may set the scale.
+    return numerics.floor_pow2(jnp.asarray(loss_scale).astype(jnp.float32))
 
 
 @global_view()
@@ -205,20 +179,19 @@ def _next_scale(
     numbers: _ScaleConfig, scale: Array, good_steps: Array, is_good: Array
 ) -> tuple[Array, Array]:
     """Returns the next scale and the number of good steps since its last change."""
-    # All arrays are scalars, [].
+    # All arrays are [].
     interval, *powers = numbers
     factor, minimum, maximum = (jnp.asarray(x, jnp.float32) for x in powers)
     good_steps = jnp.where(is_good, safe_increment(good_steps), 0)
-    # The scale grows after `interval` good steps, which are then counted from 0 again.
     grows = good_steps >= interval
-    by = jnp.where(grows, factor, jnp.where(is_good, 1, reciprocal_pow2(factor)))
+    by = jnp.where(grows, factor, jnp.where(is_good, 1, numerics.reciprocal_pow2(factor)))
     return jnp.clip(scale * by, minimum, maximum), jnp.where(grows, 0, good_steps)
 
 
 @global_view(out_like="leaves")
 def _unscale(leaves: list[Any], scale: Array) -> list[Any]:
     """Divides the leaves by the scale in float32 or wider."""
-    inverse = reciprocal_pow2(scale)  # exact, because the scale is a power of two
+    inverse = numerics.reciprocal_pow2(scale)  # exact, because the scale is a power of two
     return [
         replace_values(leaf, _product(jnp.asarray(get_stored_values(leaf)), inverse))
         for leaf in leaves
@@ -230,12 +203,11 @@ def _unscale(leaves: list[Any], scale: Array) -> list[Any]:
 def _product(x: Array, by: Array) -> Array:
     wide = _upcast_aval(x)
     product = scale_by_real(wide, by.astype(jnp.finfo(wide.dtype).dtype))
-    return match_weak_type(product, wide)
+    return numerics.match_weak_type(product, wide)
 
 
 @functools.cache
 def _is_narrow(dtype: Any) -> bool:
-    """Returns `True` if a float format has a smaller range than float32."""
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return False
     # bfloat16 has the exponents of float32, unlike float16 and the fp8 formats.
@@ -243,64 +215,59 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def _upcast_aval(x: Any) -> Any:
-    """Converts an array or its description to float32 if its format has a smaller range."""
+    """Casts arrays and `ShapeDtypeStruct`s in formats with a smaller range to float32."""
     if not _is_narrow(dtype_of(x)):
         return x
-    # `init` also accepts descriptions of parameters.
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=jnp.float32)
     return jnp.asarray(x).astype(jnp.float32)
 
 
 def _upcast_params(params: PyTree) -> PyTree:
-    """Converts parameters to float32 if their format has a smaller range."""
     return jax.tree.map(
         lambda x: replace_values(x, _upcast_aval(get_stored_values(x))), params, is_leaf=is_sparse
     )
 
 
 def _round_updates(updates: PyTree, params: PyTree) -> PyTree:
-    """Rounds updates to the format of their parameters if it has a smaller range."""
+    """Rounds updates to the formats of parameters that have a smaller range than float32."""
     dtypes = [dtype_of(x) for x in jax.tree.leaves(params)]
     if not any(map(_is_narrow, dtypes)):
         return updates
-    # Leaves are matched by path, because updates or parameters may lack leaves.
+    # Match leaves by path, because updates or parameters may not have all leaves.
     flat, given = flatten(updates, "updates"), flatten(params, "params")
     of_params = {given.paths[i]: given.leaves[i] for i in given.inexact_indices}
 
     def round_leaf(i: int) -> Any:
         leaf, dtype = flat.leaves[i], dtype_of(get_stored_values(of_params.get(flat.paths[i])))
-        return (
-            replace_values(leaf, get_stored_values(leaf).astype(dtype))
-            if _is_narrow(dtype)
-            else leaf
-        )
+        if not _is_narrow(dtype):
+            return leaf
+        return replace_values(leaf, get_stored_values(leaf).astype(dtype))
 
     return flat.unflatten([round_leaf(i) for i in flat.inexact_indices])
 
 
 def _check_pow2(value: Any, argument: str) -> Any:
     """Checks that `value` is a power of two and returns it. Traced values are rounded down."""
-    message = (
-        f"{argument} must be a power of two from 2.0**-126 to 2.0**126, got {short_repr(value)}"
-    )
-    if not is_real(value) or jnp.ndim(value):
+    expected = "a power of two from 2.0**-126 to 2.0**126"
+    message = f"{argument} must be {expected}, got {short_repr(value)}"
+    if not numerics.is_real(value) or jnp.ndim(value):
         raise TypeError(message)
     # The value of a tracer is unknown, for example in `optax.inject_hyperparams`.
     if isinstance(value, Tracer):
-        return floor_pow2(value.astype(jnp.float32))
+        return numerics.floor_pow2(value.astype(jnp.float32))
     number = float(value)
     if not (2.0**-126 <= number <= 2.0**126 and math.frexp(number)[0] == 0.5):
-        raise ValueError(f"{message}; use a power of two to divide gradients without rounding")
+        raise ValueError(message)
     return value if isinstance(value, Array) else number
 
 
 def _check_order(initial: Any, numbers: _ScaleConfig) -> None:
-    # Traced values cannot be compared, for example in `optax.inject_hyperparams`.
+    # Traced values cannot be compared.
     if any(isinstance(x, Tracer) for x in (initial, *numbers)):
         return
     if numbers.factor <= 1:
-        raise ValueError(f"factor must be above 1, such as 2.0, got {short_repr(numbers.factor)}")
+        raise ValueError(f"factor must be greater than 1, got {short_repr(numbers.factor)}")
     if not numbers.minimum <= initial <= numbers.maximum:
         raise ValueError(
             f"initial must be between minimum and maximum, got initial={short_repr(initial)}, "

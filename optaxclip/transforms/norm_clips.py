@@ -1,4 +1,4 @@
-"""Transformations that clip or normalize norms with a given threshold."""
+"""Transformations that clip or normalize gradients by their norms."""
 
 from collections.abc import Callable, Sequence
 from typing import Unpack
@@ -32,29 +32,26 @@ def clip_by_block_rms(
     stacked: PyTree | Callable[[str, Array], int] | None = None,
     **options: Unpack[RescaleOptions],
 ) -> Transformation[ClipState]:
-    """Clips the leaves by the root mean square of their elements.
+    """Clips leaves by the root mean square of their elements.
 
-    Adafactor clips its updates like this with a threshold of 1, after dividing the gradient by the
-    root of its second moment. For other optimizers with this division, insert the clipping after
-    `scale_by_...` and before the learning rate. Note that `scale_by_stable_adam` clips by the root
-    mean square of the gradient without momentum.
+    Adafactor clips its updates like this with a threshold of 1. For other optimizers that divide
+    gradients by the root of the second moment, clip after `scale_by_...` and before the learning
+    rate. `scale_by_stable_adam` instead uses the root mean square of the gradient without momentum.
 
     Source: Shazeer and Stern, 2018, arXiv 1804.04235.
 
     Args:
       threshold: The maximum root mean square of a leaf.
-      stacked: The number of leading axes of the leaves that stack separate tensors, as in
-        `optaxclip.scopes.leaf`. Defaults to 0.
+      stacked: The number of leading axes that stack layers, as in `optaxclip.scopes.leaf`.
       **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
 
     Example:
-      >>> import jax.numpy as jnp, optax, optaxclip
-      >>> clip = optaxclip.clip_by_block_rms(1.0)
-      >>> print(clip.update(jnp.array([7.0, 1.0]), None)[0])
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_block_rms(1.0)
+      >>> print(tx.update(jnp.array([7.0, 1.0]), None)[0])
       [1.4 0.2]
-      >>> tx = optax.chain(optax.scale_by_adam(), clip, optax.scale_by_learning_rate(1e-3))
     """
-    # Thresholds are checked before `clip_by` so messages use the name of the argument.
+    # Check thresholds before `clip_by` so that messages contain the name of this argument.
     rule = check_threshold(threshold, "threshold")
     return clip_by(leaf_scope(stacked), rule, norm="rms", **options)
 
@@ -73,11 +70,11 @@ def clip_by_norm(
     axes: int | Sequence[int] | None = None,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Clips the leaves by their own norms.
+    """Clips leaves by their norms.
 
     Args:
       max_norm: The maximum norm of a leaf.
-      axes: The axes over which the norms are computed. By default, all axes are used.
+      axes: The axes over which norms are computed. Defaults to all axes.
       **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
@@ -90,8 +87,7 @@ def clip_by_norm(
     """
     check_static(axes, "axes")
     scope = scopes.leaf() if axes is None else scopes.axes(axes)
-    threshold = check_threshold(max_norm, "max_norm")
-    return clip_by(scope, threshold, **options)
+    return clip_by(scope, check_threshold(max_norm, "max_norm"), **options)
 
 
 @validate_call(transformation=True, one_shot_call="ops.clip_by_global_norm(grads, 1.0)")
@@ -101,23 +97,18 @@ def clip_by_global_norm(
 ) -> Transformation[ClipState]:
     """Clips the gradients by their global norm, which preserves their direction.
 
-    If you use Muon, use the scope `optaxclip.scopes.muon` instead (see `docs/muon.md`). Otherwise,
-    the gradients of the large matrices that Muon updates determine how much the gradients for Adam
-    are clipped. However, Muon's updates do not depend on the scale of its gradients.
+    If you use Muon, use the scope `optaxclip.scopes.muon` instead. Otherwise, the gradients of the
+    large matrices that Muon updates would dominate the norm and reduce Adam's gradients, although
+    Muon's updates do not depend on the scale of its gradients (see `docs/muon.md`).
 
-    Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
+    Source: Pascanu, Mikolov, and Bengio, 2013, arXiv 1211.5063.
 
     Args:
       max_norm: The maximum global norm.
-      eps: A number to add to the norm. The factor is then `max_norm / (norm + eps)` if this is
-        below 1. With 1e-6, it is exactly the factor of PyTorch, see
-        `optaxclip.responses.clip_with_eps`. By default, no number is added.
+      eps: A number to add to the norm in the factor `max_norm / (norm + eps)`. Use 1e-6 to match
+        PyTorch, as described in `optaxclip.responses.clip_with_eps`. Defaults to None, which adds
+        nothing.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
-
-    Raises:
-      ValueError: If the threshold is negative, NaN or not a scalar, if a name is unknown, or if
-        `eps` is negative or not a Python number.
-      TypeError: If the threshold is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -127,14 +118,9 @@ def clip_by_global_norm(
       >>> print(updates["w"], updates["b"], state.info.norm)
       [0.6 0. ] [0.8] 5.0
     """
+    response = "clip" if eps is None else responses.clip_with_eps(eps)
     threshold = check_threshold(max_norm, "max_norm")
-    return clip_by(
-        scopes.tree(),
-        threshold,
-        # A number in the denominator belongs to the response, because the threshold is unchanged.
-        response="clip" if eps is None else responses.clip_with_eps(eps),
-        **options,
-    )
+    return clip_by(scopes.tree(), threshold, response=response, **options)
 
 
 @validate_call(
@@ -151,30 +137,29 @@ def adaptive_grad_clip(
 ) -> Transformation[ClipState]:
     """Clips the gradients of units relative to the norms of their parameters (AGC).
 
-    A unit contains all parameters of one output, see `optaxclip.scopes.unit`. Its threshold is
-    `clipping * max(norm of the unit's parameters, eps)`. Note that the update requires `params`.
+    A unit consists of all parameters of one output. Its threshold is
+    `clipping * max(norm of the unit's parameters, eps)`, so you must pass `params` to `update`.
 
-    The default of `axis` is correct for the layouts `[in, out]` and `[height, width, in, out]` of
-    Flax, Haiku and Keras. Note that it silently uses wrong units for other layouts. For example, it
-    uses one unit per input if the output axis is first (`[out, in]`), as in Equinox. For 1D
-    convolutions (`[width, in, out]`), it uses one unit per pair of input and output. Use `axis` for
-    these layouts, as shown in `docs/recipes/wrappers.md`.
+    The default `axis` is correct for the layouts `[in, out]` and `[height, width, in, out]` of
+    Flax, Haiku, and Keras. For other layouts, it silently uses wrong units, for example one unit
+    per input for Equinox (`[out, in]`), and one unit per pair of input and output for 1D
+    convolutions (`[width, in, out]`). `docs/recipes/wrappers.md` shows how to pass `axis` for them.
 
     The authors do not clip the parameters of the last layer. Use `optax.masked` to exclude them.
 
-    Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
+    Source: Brock, De, Smith, and Simonyan, 2021, arXiv 2102.06171.
 
     Args:
       clipping: The maximum ratio of gradient norm to parameter norm.
-      eps: A lower bound on the parameter norm.
-      axis: The axes over which the norm of a unit is computed, or `fn(path, leaf) -> axes`. If it
-        is None or returns None, the axes depend on the rank of the leaf, as in
-        `optaxclip.scopes.unit`.
+      eps: The minimum parameter norm to use in the threshold.
+      axis: The axes over which the norms of units are computed, or a function
+        `(path, leaf) -> axes`. If None, or if the function returns None, the axes depend on the
+        rank of the leaf, as in `optaxclip.scopes.unit`.
       **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Raises:
-      ValueError: If the threshold is negative, NaN or not a scalar. Also raised by `update` if
-        `params` is missing, or if a leaf has rank 6 or more and there is no `axis`.
+      ValueError: If the threshold is negative, NaN, or not a scalar. Also raised by `update` if
+        `params` is missing, or if a leaf with at least 6 axes requires `axis`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -186,10 +171,8 @@ def adaptive_grad_clip(
        [4.e-02 8.e-06]]
     """
     check_static(axis, "axis")
-    # Unlike `thresholds.relative_to_params`, messages use the name `clipping`.
-    threshold = relative(clipping, eps, "clipping")
-    scope = scopes.unit(axis)
-    return clip_by(scope, threshold, **options)
+    # Messages contain the name `clipping`, unlike those of `thresholds.relative_to_params`.
+    return clip_by(scopes.unit(axis), relative(clipping, eps, "clipping"), **options)
 
 
 @validate_call(
@@ -201,14 +184,13 @@ def clip_by_group_norm(
     labels: PyTree | Callable[[str, Array], str],
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Clips groups of leaves by the norms of the groups.
+    """Clips groups of leaves by their norms.
 
     Args:
       max_norm: The maximum norm of a group: a number, a schedule, or a rule from
-        `optaxclip.thresholds`. It can also be a dict from labels to these.
-      labels: A pytree prefix of the parameters with strings as leaves, a function
-        `fn(path, leaf) -> label`, where the path is a string such as `encoder/0/kernel`, or a
-        function `fn(params) -> labels`, as in `optax.partition`.
+        `optaxclip.thresholds`, or a dict from labels to any of these.
+      labels: The labels of the groups, as in `optaxclip.scopes.group`: a pytree prefix of the
+        parameters, a function `(path, leaf) -> label`, or a function `params -> labels`.
       **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
@@ -222,9 +204,7 @@ def clip_by_group_norm(
       >>> print(list(state.info.names), state.info.norm)
       ['bias', 'weight'] [0.05 5.  ]
     """
-    threshold = check_threshold(max_norm, "max_norm")
-    scope = scopes.group(labels)
-    return clip_by(scope, threshold, **options)
+    return clip_by(scopes.group(labels), check_threshold(max_norm, "max_norm"), **options)
 
 
 @validate_call(
@@ -241,9 +221,9 @@ def normalize_by_global_norm(
     """Scales the gradients to an L2 norm of `norm`, unless they are zero.
 
     Args:
-      norm: The norm of the updates.
-      known_norm: The name of an extra argument of the update with the norm of the gradients, as in
-        `optaxclip.clip_by`.
+      norm: The new norm.
+      known_norm: The name of an extra argument of `update` that contains the norm of the gradients,
+        as in `optaxclip.clip_by`.
       **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
 
     Example:
@@ -267,27 +247,25 @@ def normalize_by_norm_history(
     floor: float = DEFAULT_FLOOR,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Scales the L2 norms of leaves to the mean of their past norms over their root mean square.
+    """Scales leaves to the ratio of the mean of their norms to the root mean square of their norms.
 
-    Both means are moving averages that include the current norm. No threshold is needed, because
-    the new norm is about 1, and smaller after a jump of the norm. Since the scale of the gradient
-    is lost, use it with optimizers that do not depend on this scale, such as Adam, Lion and Muon.
-    For other groups than leaves, use `clip_by`, for example
-    `clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")`.
+    Both means are moving averages that include the current norm. The new norm is about 1, and
+    smaller after a sudden increase of the norm. Because the scale of the gradients is lost, use
+    this transformation with optimizers that do not depend on it, such as Adam, Lion, and Muon. For
+    groups other than leaves, use `clip_by` with `thresholds.mean_over_rms()` and
+    `response="normalize"`.
 
-    Non-finite norms are never recorded. However, they stay in the averages forever in the published
-    code (TianjinYellow/StableSPAM).
+    Non-finite norms are never recorded. In the published code (TianjinYellow/StableSPAM), they
+    remain in the averages forever.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer.
 
     Args:
       mean_decay: The decay of the mean.
-      square_decay: The decay of the mean square. It should not be below `mean_decay`. Defaults to
-        0.9, as in the published code.
+      square_decay: The decay of the mean square, which should not be below `mean_decay`.
       eps: A number to add to the root mean square.
-      stacked: The number of leading axes of the leaves that stack separate tensors, as in
-        `optaxclip.scopes.leaf`. Defaults to 0.
-      floor: The lower bound on the new norms. Smaller norms are not recorded.
+      stacked: The number of leading axes that stack layers, as in `optaxclip.scopes.leaf`.
+      floor: The minimum new norm. Smaller norms are not recorded.
       **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
@@ -299,9 +277,5 @@ def normalize_by_norm_history(
       >>> print(updates)
       [0.92795]
     """
-    return clip_by(
-        leaf_scope(stacked),
-        thresholds.mean_over_rms(mean_decay, square_decay, eps, floor=floor),
-        response="normalize",
-        **options,
-    )
+    rule = thresholds.mean_over_rms(mean_decay, square_decay, eps, floor=floor)
+    return clip_by(leaf_scope(stacked), rule, response="normalize", **options)

@@ -1,8 +1,4 @@
-"""Elementwise clipping by moving averages: `clip_by_moving_max` and `clip_by_second_moment`.
-
-`NamedMoments` and `zero_moments` store averages of elements in trees like the parameters.
-`scale_by_stable_adam` uses them too.
-"""
+"""Elementwise clipping by moving averages: `clip_by_moving_max` and `clip_by_second_moment`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip._base.numerics as numerics
 import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
 from optaxclip._backend.elementwise import coalesce_values
@@ -21,14 +18,6 @@ from optaxclip._backend.global_view import (
     global_view,
     template_on_device,
     transformation,
-)
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    cast_elements,
-    multiply,
-    safe_sqrt,
-    select,
-    sqrt_where_positive,
 )
 from optaxclip._base.state import check_state, register_state, safe_increment
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, replace_values
@@ -44,33 +33,33 @@ from optaxclip.transforms.norm_clips import leaf_scope
 
 
 class NamedMoments(NamedTuple):
-    """The averages in a state. The gradients of a step may lack leaves with an average."""
+    """The averages in a state, by the names of their leaves."""
 
     flat: FlatTree
     names: list[str]
 
     @classmethod
     def create(cls, tree: PyTree) -> "NamedMoments":
-        """Makes `NamedMoments` from the tree in a state."""
+        """Flattens the tree in a state."""
         flat = flatten(tree, "state")
         return cls(flat, flat.names())
 
     def get(self, gradients: FlatTree, name: str) -> list[Array]:
         """Returns the averages of the leaves of the gradients."""
-        # Use the names, because the gradients may lack leaves.
+        # Match by name, because some gradients may be None.
         by_name = dict(zip(self.names, self.flat.inexact_leaves(), strict=True))
         averages = [by_name[path] for path in gradients.names()]
         rows = zip(gradients.names(), gradients.inexact_leaves(), averages, strict=True)
         for path, leaf, average in rows:
             if np.shape(leaf) != np.shape(average):
                 raise ValueError(
-                    f"{name}: leaf '{path}' must have the shape {np.shape(average)} of the params "
-                    f"passed to init, got {np.shape(leaf)} in the updates; use a fresh state"
+                    f"{name}: leaf '{path}' must have shape {np.shape(average)} as in init, got "
+                    f"{np.shape(leaf)}; initialize the state again"
                 )
         return averages
 
     def replace(self, gradients: FlatTree, leaves: Sequence[Array]) -> PyTree:
-        """Replaces the averages of the leaves of the gradients and keeps the other averages."""
+        """Replaces the averages of the leaves that have gradients."""
         new = dict(zip(gradients.names(), leaves, strict=True))
         rows = zip(self.names, self.flat.inexact_leaves(), strict=True)
         return self.flat.unflatten([new.get(name, old) for name, old in rows])
@@ -85,18 +74,18 @@ def check_dense(flat: FlatTree, name: str) -> FlatTree:
 
 
 def zero_moments(flat: FlatTree, *, real_only: bool = False) -> PyTree:
-    """Returns zeros for the floating-point leaves and None for the other leaves."""
+    """Returns zeros for floating-point leaves and None for other leaves."""
     leaves: list[Any] = [None] * len(flat.leaves)
     for i, leaf in zip(flat.inexact_indices, flat.inexact_leaves(), strict=True):
-        # The averages are sharded like the leaves, but always in device memory.
+        # Averages are sharded like the leaves, but are always in device memory.
         dtype = wide_dtype(jnp.result_type(leaf), real=real_only)
         leaves[i] = jnp.zeros_like(template_on_device(leaf), dtype=dtype)
     return jax.tree_util.tree_unflatten(flat.treedef, leaves)
 
 
 def wide_dtype(dtype: jnp.dtype, *, real: bool = False) -> Any:
-    """Returns float32 or wider, or the complex counterpart for complex dtypes unless `real`."""
-    own = accumulation_dtype(dtype)
+    """Returns float32 or wider. The result is complex for complex dtypes unless `real` is True."""
+    own = numerics.accumulation_dtype(dtype)
     if real or not jnp.issubdtype(dtype, jnp.complexfloating):
         return own
     return jnp.complex128 if own == jnp.float64 else jnp.complex64
@@ -109,7 +98,7 @@ class SecondMomentState(NamedTuple):
     Attributes:
       steps: int32[], the number of steps.
       moments: The moving averages of the squared elements, a pytree like the parameters, float32
-        (float64 for 64-bit leaves). It has None for leaves that are not clipped.
+        (float64 for 64-bit leaves). Leaves that are not clipped are None.
     """
 
     NEEDS_OPTIMIZER = True
@@ -127,28 +116,22 @@ def clip_by_moving_max(
     floor: float = DEFAULT_FLOOR,
     **options: Unpack[RescaleOptions],
 ) -> Transformation[ClipState]:
-    """Clips the elements of leaves that exceed a moving average of the largest elements.
+    """Clips elements that exceed a moving average of the largest absolute value in their leaf.
 
-    The average is debiased and includes the current step. Only elements above the average are
-    changed. They are multiplied by the ratio of the average to the largest modulus of the leaf.
+    The average is debiased and includes the current step. Elements above it are multiplied by the
+    ratio of the average to the largest absolute value.
 
-    Non-finite moduli are never recorded. However, a NaN stays in the average
-    forever in the published code.
-    The published code also restarts its step count at resets of Adam's moments, but not the
-    average, which disables clipping for many steps. Here, neither is reset.
+    Non-finite values are never recorded. In the published code, a NaN remains in the average
+    forever. That code also resets its step count together with Adam's moments, which disables
+    clipping for many steps because the average is not reset. Here, neither is reset.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaClip, arXiv 2502.17055.
 
     Args:
       decay: The decay of the average.
-      stacked: The number of leading axes of the leaves that stack separate tensors, as in
-        `optaxclip.scopes.leaf`. Defaults to 0.
-      floor: The lower bound on thresholds. Smaller moduli are not recorded.
+      stacked: The number of leading axes that stack layers, as in `optaxclip.scopes.leaf`.
+      floor: The minimum threshold. Smaller maxima are not recorded.
       **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
-
-    Returns:
-      A transformation with a `ClipState`. `norm` is the largest modulus of a leaf. The update
-      returns a tree with the shapes, dtypes and weak types of the gradients.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -159,7 +142,6 @@ def clip_by_moving_max(
       >>> print(updates, state.info.threshold)
       [ 1.78571 -1.5      0.25   ] [1.78571]
     """
-    # The published rule has no patience and includes the current step in its average.
     rule = thresholds.ema(decay, 1.0, debias=True, inclusive=True, floor=floor, patience=None)
     checked = Options.create(norm="linf", **options)
     return make_clip(leaf_scope(stacked), rule, checked, _ClipElementsAbove())
@@ -167,22 +149,20 @@ def clip_by_moving_max(
 
 @dataclasses.dataclass(frozen=True)
 class _ClipElementsAbove(ClipMethod):
-    """Scales only the elements of a group that are above its threshold."""
+    """Scales only the elements of a group that exceed its threshold."""
 
     def leaf_operands(self, by: Multiplier, threshold_values: Array) -> Sequence[Array]:
-        """Returns the multiplier and the modulus above which elements are multiplied, [groups].
-
-        This modulus is -1 for non-finite groups, because all of their elements are multiplied.
-        """
-        return (*by, select(by.ratio > 0, threshold_values, -1))
+        """Returns the multipliers and the thresholds of the elements, [groups]."""
+        # All elements of non-finite groups are multiplied.
+        return (*by, numerics.select(by.ratio > 0, threshold_values, -1))
 
     def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
-        """Scales a leaf, including all summands of an element above the threshold in a `BCOO`."""
+        """Scales a leaf. For `BCOO` leaves, the sums of values with equal indices are compared."""
         if not is_sparse(leaf) or leaf.unique_indices:
             return super().apply(leaf, columns, axes, options)
         power, ratio, threshold = columns  # [groups of the leaf]
         is_at_most = jnp.abs(coalesce_values(leaf, threshold.dtype)[0]) <= threshold
-        # [3, stored], with a threshold of infinity for unchanged values
+        # [3, stored], where unchanged values have an infinite threshold
         by: Any = [jnp.broadcast_to(x, is_at_most.shape) for x in (power, ratio)]
         by.append(jnp.where(is_at_most, jnp.inf, -1).astype(threshold.dtype))
         return replace_values(leaf, super().apply(leaf.data, by, (), options))
@@ -199,44 +179,39 @@ def clip_by_second_moment(
 ) -> Transformation[SecondMomentState]:
     """Clips elements to a multiple of the root of their second moments (SPAM).
 
-    Let `v` be the moving average of the squares of an element `g` before this step. If
-    `|g|**2 > threshold * v`, the modulus of the element becomes `sqrt(threshold * v)`, and `v` is
-    updated with the clipped element. NaN is returned unchanged and infinite elements become their
-    bounds.
+    Let `v` be the moving average of the squares of an element `g` before the current step. If
+    `|g|**2 > threshold * v`, the absolute value of the element becomes `sqrt(threshold * v)`. `v`
+    is updated with the clipped element. NaN is unchanged, and infinite elements become the bounds.
 
-    In SPAM, an element that was always zero stays at zero until the next reset, for example in the
-    embedding of a token that has not occurred yet. Here, elements with `v = 0` are unchanged, and
-    non-finite elements are never included in `v`. As in the paper, `v` is not debiased, so clipping
-    is stricter in the first steps.
+    In SPAM, an element that was always zero, for example in the embedding of a rare token, stays at
+    zero until the next reset. Here, elements with `v = 0` are unchanged, and non-finite elements
+    are never included in `v`. As in the paper, `v` is not debiased, so clipping is stricter on the
+    first steps.
 
-    Squares can exceed the range of float32. If elements stay below about
-    `1e-19 / sqrt(1 - decay)`, `v` is 0 and even spikes are not clipped. Elements above 1.3e19 are
-    included in `v` as 1.3e19. No bound is therefore above `1.3e19 * sqrt(threshold)`, and larger
-    elements are clipped at all steps after the warmup. For 64-bit leaves, the range is that of
-    float64.
+    Squares can exceed the range of float32 (or float64 for 64-bit leaves). If elements stay below
+    about `1e-19 / sqrt(1 - decay)`, `v` is 0 and spikes are not clipped. Elements above 1.3e19 are
+    included in `v` as 1.3e19.
 
     Source: Huang et al., 2025, SPAM, arXiv 2501.06842.
 
     Args:
       threshold: The maximum ratio of the square of an element to its second moment.
-      decay: The decay of the second moment. Use the `b2` of the subsequent Adam.
-      warmup_steps: The number of steps without clipping at the start and after resets. Non-finite
-        steps are included.
+      decay: The decay of the second moment. Use the `b2` of a subsequent Adam.
+      warmup_steps: The number of steps without clipping at the start and after a reset, including
+        non-finite steps.
       reset_every: The number of steps after which `v` is reset to zero. SPAM resets it every 500
-        steps together with the moments of Adam. By default, it is never reset. It must be static in
+        steps together with Adam's moments. By default, it is never reset. It must be static in
         `optax.inject_hyperparams`.
-      name: The name in messages.
+      name: The name used in messages.
 
     Returns:
-      A transformation with a `SecondMomentState`, which contains one array per leaf. The update
-      returns a tree with the shapes, dtypes and weak types of the gradients. Like `clip`, it does
-      not record which elements were clipped.
+      A transformation with a `SecondMomentState`. Updates keep their shapes, dtypes, and weak
+      types. Like `clip`, it does not record which elements were clipped.
 
     Raises:
-      ValueError: If an option is out of its range. Also raised by `update` for leaves that the
-        parameters at `init` did not have.
-      TypeError: If an option is not a number. `init` and the update raise it for sparse
-        leaves.
+      ValueError: If an option is out of range. Also raised by `update` for leaves that were missing
+        in `init`.
+      TypeError: If an option is not a number. Also raised by `init` and `update` for sparse leaves.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -268,17 +243,14 @@ def clip_by_second_moment(
         flat = check_dense(flatten(updates, "updates"), name)
         check_state(state, SecondMomentState, name, updates=updates)
         old = NamedMoments.create(state.moments)
-        # Leaves that were None at `init` have no average.
         unknown = sorted(set(flat.names()) - set(old.names))
         if unknown:
             raise ValueError(
-                f"{name}: the updates must have leaves of the params passed to init, got the other "
-                f"leaves {unknown}; use a fresh state"
+                f"{name}: the updates must have the leaves passed to init, got the new leaves "
+                f"{unknown}; initialize the state again"
             )
-        leaves, moments = flat.inexact_leaves(), old.get(flat, name)
-        clipped, count, moments = _clip_and_update(
-            settings, leaves, moments, state.steps, period=period
-        )
+        operands = (flat.inexact_leaves(), old.get(flat, name), state.steps)
+        clipped, count, moments = _clip_and_update(settings, *operands, period=period)
         return flat.unflatten(clipped), SecondMomentState(count, old.replace(flat, moments))
 
     return transformation(init, update)
@@ -301,14 +273,11 @@ def _clip_and_update(
 ) -> tuple[list[Any], Array, list[Array]]:
     step = count
     if period is not None:
-        step = count % period  # the steps since the last reset
+        step = count % period  # the number of steps since the most recent reset
         moments = [jnp.where(step == 0, 0, v) for v in moments]
-    # bool[]
-    is_active = step >= settings.warmup_steps
+    scalars = (settings.threshold, settings.decay, step >= settings.warmup_steps)
     rows = zip(leaves, moments, strict=True)
-    pairs = [
-        _clip_and_update_leaf(*row, settings.threshold, settings.decay, is_active) for row in rows
-    ]
+    pairs = [_clip_and_update_leaf(*row, *scalars) for row in rows]
     clipped, moments = ([pair[k] for pair in pairs] for k in range(2))
     return clipped, safe_increment(count, period=period or 1), moments
 
@@ -318,21 +287,20 @@ def _clip_and_update(
 def _clip_and_update_leaf(
     leaf: Any, moment: Array, threshold: Any, decay: Any, is_active: Array
 ) -> tuple[Any, Array]:
-    """Clips a leaf by its second moment and returns the new moment."""
-    # The bound of the elements, [*leaf]
     threshold = jnp.asarray(threshold).astype(moment.dtype)
     is_finite = lax.ne(threshold, threshold.dtype.type(jnp.inf))
-    # An infinite threshold is replaced by 1, because a product with infinity would have the
-    # derivative NaN. A negative threshold is treated as 0.
-    scale = safe_sqrt(lax.max(select(is_finite, threshold, 1), threshold.dtype.type(0)))
-    is_positive, root = sqrt_where_positive(moment)
+    # Replace an infinite threshold by 1, because a product with infinity would have the derivative
+    # NaN. Negative thresholds act as 0.
+    finite = numerics.select(is_finite, threshold, 1)
+    scale = numerics.safe_sqrt(lax.max(finite, threshold.dtype.type(0)))
+    is_positive, root = numerics.sqrt_where_positive(moment)
     is_bounded = lax.bitwise_and(is_positive, lax.bitwise_and(is_active, is_finite))
-    clipped = clamp_leaf(leaf, None, select(is_bounded, multiply(root, scale), jnp.inf))
-    # The new moment includes the squares of the clipped elements if the given ones are finite.
-    square = norms.l2.map(cast_elements(jnp.asarray(clipped), moment.dtype))
-    # Squares are at most half of the largest number. For a decay of 1/2, XLA on GPUs adds both
-    # numbers before the multiplication, and the sum must be finite (as of JAX 0.10.2).
+    bound = numerics.select(is_bounded, numerics.multiply(root, scale), jnp.inf)
+    clipped = clamp_leaf(leaf, None, bound)
+    square = norms.l2.map(numerics.cast_elements(jnp.asarray(clipped), moment.dtype))
+    # With a decay of 1/2, XLA on GPUs adds the moment and the square before it multiplies them, and
+    # the sum must be finite (as of JAX 0.10.2).
     square = lax.min(square, jnp.finfo(moment.dtype).max / 2)
     decay = jnp.asarray(decay).astype(moment.dtype)
-    new = lax.add(multiply(moment, decay), multiply(square, 1 - decay))
+    new = lax.add(numerics.multiply(moment, decay), numerics.multiply(square, 1 - decay))
     return clipped, lax.select(jnp.isfinite(leaf), new, moment)

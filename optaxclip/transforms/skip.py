@@ -1,10 +1,9 @@
 """Wrappers that skip optimizer steps: `skip_nonfinite` and `skip_above`.
 
-A stage of a chain cannot skip a step, because zero updates still decay Adam's moments and still
-apply weight decay. A wrapper keeps the parameters and the inner state unchanged. To do so, it
-selects the old values instead of multiplying by zero, since `0 * NaN` is NaN. The wrapped optimizer
-runs on every step, and its results are discarded if the step is skipped. This lets the wrapper
-share a single pass over the gradients with the clipping and recording stages of the optimizer.
+A stage of a chain cannot skip a step, because Adam still decays its moments and weight decay still
+changes the parameters if the updates are zero. A wrapper leaves both unchanged. It runs the wrapped
+optimizer on every step and discards the results of skipped steps, which lets it share a single pass
+over the gradients with the stages of the optimizer.
 """
 
 import math
@@ -16,6 +15,7 @@ import optax
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
+import optaxclip._base.validation as validation
 import optaxclip.scopes as scopes
 from optaxclip._backend.global_view import (
     Transformation,
@@ -34,13 +34,6 @@ from optaxclip._base.state import (
 )
 from optaxclip._base.trees import FlatTree, Group, Grouping, flatten
 from optaxclip._base.types import ClipInfo, PyTree, ThresholdRule
-from optaxclip._base.validation import (
-    check_choice,
-    check_int_or_scalar,
-    short_repr,
-    validate_call,
-    warn,
-)
 from optaxclip._engine.clip import compute_norms, get_known_norm
 from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import make_plan
@@ -63,7 +56,7 @@ CheckedTree = Literal["gradients", "updates"]
 
 @register_state
 class LossState(NamedTuple):
-    """State of the loss threshold of a skip: its rule, and a record with the loss as `norm`."""
+    """State of the loss threshold. The `norm` in `info` is the loss."""
 
     rule: PyTree
     info: ClipInfo
@@ -75,16 +68,15 @@ class SkipState(NamedTuple):
 
     Attributes:
       rule: The state of the threshold rule.
-      info: The record of the last step. `factor` is 0 if the step was skipped. `num_clipped` is the
-        number of norms above the threshold, and `num_nonfinite` is the number of non-finite norms.
+      info: The record of the most recent step. `factor` is 0 if it was skipped. `num_clipped` is
+        the number of norms above the threshold, and `num_nonfinite` the number of non-finite norms.
       num_skipped: int32[], the number of skipped steps.
       consecutive: int32[], the number of steps skipped in a row, ending with the most recent step.
-      leaves: The sorted names of the leaves. They are part of the pytree structure, not arrays. A
-        leaf that is None at `init` is added on the first step in which it is present.
-      is_bad_leaf: bool[leaves], True for the leaves that caused the latest skip. These are the
-        non-finite leaves. If all leaves are finite, they are the leaves with norms above the
-        threshold, or the leaf with the largest norm if no norm is above it. All flags are False if
-        only the loss caused the skip, or if `known_norm` is used.
+      leaves: The sorted names of the leaves, which are part of the pytree structure. A leaf that is
+        None in `init` is added on the first step that includes it.
+      is_bad_leaf: bool[leaves], True for the leaves that caused the most recent skipped step: the
+        non-finite leaves, otherwise the leaves above the threshold, or otherwise the leaf with the
+        largest norm. False if the loss caused it, or if `known_norm` is used.
       loss: A `LossState`, or `()` if there is no threshold for the loss.
       inner_state: The state of the wrapped optimizer.
     """
@@ -100,7 +92,7 @@ class SkipState(NamedTuple):
 
 
 class RuleResult(NamedTuple):
-    """A number, such as a norm or a loss, its threshold, and the next state of the rule."""
+    """A norm or a loss, its threshold, and the next state of the rule."""
 
     number: Array  # []
     threshold: Array  # []
@@ -110,23 +102,21 @@ class RuleResult(NamedTuple):
 
     @property
     def should_skip(self) -> Array:
-        """True if the number is a reason to skip the step."""
+        """True if the step should be skipped."""
         return self.is_above | self.is_bad
 
-    def find_offending(self, parts: Array) -> Array:
-        """Returns flags for the parts that are the reason to skip, from the norms of the parts."""
-        is_above = parts > self.threshold.astype(parts.dtype)
-        # If no part is above the threshold, the largest part is the reason.
-        is_largest = parts == jnp.max(parts, initial=0)
-        is_above = jnp.where(jnp.any(is_above), is_above, is_largest)  # bool[parts]
-        return jnp.where(self.is_bad, ~jnp.isfinite(parts), is_above & self.is_above)
+    def find_bad_leaves(self, leaf_norms: Array) -> Array:
+        """Returns flags for the leaves that are the reason to skip the step, bool[leaves]."""
+        is_above = leaf_norms > self.threshold.astype(leaf_norms.dtype)
+        is_largest = leaf_norms == jnp.max(leaf_norms, initial=0)
+        is_above = jnp.where(jnp.any(is_above), is_above, is_largest)
+        return jnp.where(self.is_bad, ~jnp.isfinite(leaf_norms), is_above & self.is_above)
 
     def update_info(self, info: ClipInfo, skip: Array) -> ClipInfo:
-        """Returns the record after this step, which was skipped if `skip` is True."""
+        """Returns the record after this step."""
         new = info._replace(
             norm=saturating_cast(self.number, info.norm.dtype),
             threshold=saturating_cast(self.threshold, info.threshold.dtype),
-            # The record shows a skipped step as a factor of 0.
             factor=1 - skip.astype(info.factor.dtype),
             fraction=self.is_above.astype(info.fraction.dtype),
             num_clipped=safe_increment(info.num_clipped, self.is_above),
@@ -144,7 +134,7 @@ def evaluate_rule(
     *,
     any_sign: bool = False,
 ) -> RuleResult:
-    """Compares a number with the threshold of a rule, which can be negative with `any_sign`."""
+    """Compares a number with a rule's threshold. Both may be negative if `any_sign` is True."""
     thresholds, state = _update_rule_globally(
         evaluate_schedules(rule, state), state, number, param_norm, name=name, any_sign=any_sign
     )
@@ -156,9 +146,8 @@ def evaluate_rule(
 # The thresholds are replicated scalars [], and the new state is sharded like the old state.
 _update_rule_globally = global_view(out_like=lambda _, state, *__: (jax.P(), state))(update_rule)
 
-
 _WRAP_STATE = (
-    "If the optimizer ran without a skip before, insert its state into a fresh state: "
+    "To continue a run without this wrapper, insert the old state into a new state: "
     "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
 )
 
@@ -175,27 +164,25 @@ def skip_wrapper(
 ) -> Transformation[SkipState]:
     """Makes a wrapper that skips steps whose norm or loss exceeds its threshold.
 
-    After `max_consecutive` consecutive skipped steps, the next finite step is taken. If
-    `accept_nonfinite_at_limit` is True, non-finite steps are taken too, until a finite step occurs.
+    If `accept_nonfinite_at_limit` is True, `max_consecutive` also applies to non-finite steps.
     """
     inner, name = check_inner(inner), options.name
     threshold = check_threshold(threshold, "threshold")
     if max_consecutive is not None:
-        max_consecutive = check_int_or_scalar(max_consecutive, "max_consecutive")
+        max_consecutive = validation.check_int_or_scalar(max_consecutive, "max_consecutive")
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
-        # Eager JAX cannot create zeros like an array in another memory space (as of JAX 0.10.2).
+        # Eager JAX cannot create zeros like an array in host memory (as of JAX 0.10.2).
         inner_state = inner.init(put_on_device(params))
         _check_inner_state(inner_state, name, check)
         leaves = StaticNames(tuple(sorted(flat.names())))
-        rule, loss_state = resolve_rule(threshold, [("tree", ())]), ()
+        rule, loss_state, zero = resolve_rule(threshold, [("tree", ())]), (), jnp.zeros(())
         if loss_threshold is not None:
-            # The record of the loss has a single group without leaves.
             loss_info = initial_info(name, Grouping((Group(("loss",), ()),), (), "scalar"))
-            loss_state = LossState(copy_arrays(loss_threshold.init(jnp.zeros(()))), loss_info)
+            loss_state = LossState(copy_arrays(loss_threshold.init(zero)), loss_info)
         return SkipState(
-            rule=copy_arrays(rule.init(jnp.zeros(()))),
+            rule=copy_arrays(rule.init(zero)),
             info=initial_info(name, scopes.tree()(flat)),  # arrays []
             num_skipped=jnp.zeros((), jnp.int32),
             consecutive=jnp.zeros((), jnp.int32),
@@ -210,7 +197,7 @@ def skip_wrapper(
     ) -> tuple[PyTree, SkipState]:
         check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
         norm = get_known_norm(options, extra_args, "scalar")
-        # The updates are checked first, because errors raised by the optimizer would not name them.
+        # Check updates first, because errors raised by the optimizer would not mention them.
         incoming = flatten(updates, "updates").match_name_style(state.leaves)
 
         def step(updates: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]) -> Any:
@@ -251,7 +238,8 @@ def skip_wrapper(
         is_counted = is_out if accept_nonfinite_at_limit else skip
         if of_loss is not None:
             loss_state = LossState(of_loss.rule_state, of_loss.update_info(state.loss.info, skip))
-        leaves, blamed = _update_bad_leaves(state, names, of_norm.find_offending(leaf_norms), skip)
+        bad_leaves = of_norm.find_bad_leaves(leaf_norms)
+        leaves, is_bad_leaf = _update_bad_leaves(state, names, bad_leaves, skip)
         if taken:
             new_updates, inner_state = select_results(skip, state.inner_state, *taken)
         else:
@@ -262,7 +250,7 @@ def skip_wrapper(
             num_skipped=safe_increment(state.num_skipped, skip),
             consecutive=jnp.where(is_counted, safe_increment(state.consecutive), 0),
             leaves=leaves,
-            is_bad_leaf=blamed,
+            is_bad_leaf=is_bad_leaf,
             loss=loss_state,
             inner_state=after_skip(inner_state, skip),
         )
@@ -271,23 +259,22 @@ def skip_wrapper(
 
 
 def _check_inner_state(inner_state: PyTree, name: str, check: CheckedTree) -> None:
-    """Checks that the steps of the wrapped optimizer can be skipped."""
-    # An `EmptyState` can be the state of an optimizer such as `optax.sgd`. However, states with
-    # `NEEDS_OPTIMIZER` belong to stages that only change or record updates.
+    """Checks that the wrapped optimizer supports skipped steps."""
+    # States with `NEEDS_OPTIMIZER` belong to stages that only change or record updates. Optimizers
+    # such as `optax.sgd` have an `EmptyState`.
     nodes = jax.tree.leaves(
         inner_state,
         is_leaf=lambda x: hasattr(x, "NEEDS_OPTIMIZER") or isinstance(x, optax.EmptyState),
     )
     if nodes and all(hasattr(x, "NEEDS_OPTIMIZER") for x in nodes):
-        warn(
-            f"{name} must wrap an optimizer, got only clipping and recording stages, so moments "
-            "and weight decay of a later optimizer still change the parameters in skipped "
-            f"steps; use {name}(optax.chain(clip, optimizer))"
+        validation.warn(
+            f"{name} must wrap an optimizer, got only clipping and recording stages, so a later "
+            f"optimizer still changes parameters; use {name}(optax.chain(clip, optimizer))"
         )
     if check == "gradients":
         return
-    # A skip restores the previous sum of updates, so an earlier spike would stay in this sum and
-    # cause skips of all later steps. The message shows the correct order of the wrappers.
+    # Skipping would preserve a spike in the sum of updates, which would cause all later steps to be
+    # skipped.
     orders = {
         optax.MultiStepsState: f"optax.MultiSteps({name}(optimizer, ...), k)",
         optax.ApplyEvery: f"optax.chain({name}(optimizer, ...), optax.apply_every(k))",
@@ -295,13 +282,13 @@ def _check_inner_state(inner_state: PyTree, name: str, check: CheckedTree) -> No
     for node in jax.tree.leaves(inner_state, is_leaf=lambda x: type(x) in orders):
         if type(node) in orders:
             raise ValueError(
-                f"{name}: inner must not sum over several steps with check='updates', got a "
-                f"{type(node).__name__} in its state; use {orders[type(node)]}"
+                f"{name}: inner must not accumulate gradients with check='updates', got a "
+                f"{type(node).__name__}; use {orders[type(node)]}"
             )
 
 
 def after_skip(inner_state: PyTree, skip: Array) -> PyTree:
-    """Adds a skipped step to the records in the inner state, which have a method `after_skip`."""
+    """Calls the method `after_skip` of inner states that define it."""
     # States inside `optax.MultiSteps` are unchanged, because its stages do not run on every step.
     return jax.tree.map(
         lambda x: x.after_skip(skip) if hasattr(x, "after_skip") else x,
@@ -311,11 +298,11 @@ def after_skip(inner_state: PyTree, skip: Array) -> PyTree:
 
 
 def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Checks that `inner` is a transformation and adds support for extra arguments."""
+    """Checks that `inner` is a transformation, and adds support for extra arguments."""
     if not all(hasattr(inner, x) for x in ("init", "update")) or isinstance(inner, ThresholdRule):
         raise TypeError(
             "inner must be an Optax transformation such as optax.adam(1e-3), got "
-            f"{short_repr(inner)}; pass it as the first argument"
+            f"{validation.short_repr(inner)}; pass it as the first argument"
         )
     return optax.with_extra_args_support(inner)
 
@@ -329,11 +316,11 @@ def _compute_norms(flat: FlatTree, scope: Scope, options: Options) -> tuple[Stat
 def _update_bad_leaves(
     state: SkipState, names: StaticNames, flags: Array, skip: Array
 ) -> tuple[StaticNames, Array]:
-    """Updates the leaf names and flags of a state from this step."""
-    # The names are restored if the state has lost them, for example after `optax.tree_map_params`.
+    """Returns the leaf names and flags after this step."""
+    # Restore the names if the state has lost them, for example after `optax.tree_map_params`.
     lost = not state.leaves and len(names) == len(state.is_bad_leaf)
     known, before = names if lost else state.leaves, state.is_bad_leaf
-    # Leaves that were None at `init` are added at the first step that has them.
+    # Add leaves that were None in `init`.
     if len(known) == len(before) and not set(names) <= set(known):
         longer = StaticNames(tuple(sorted({*known, *names})))
         known, before = longer, _reindex_flags(longer, known, before)
@@ -341,7 +328,7 @@ def _update_bad_leaves(
 
 
 def _reindex_flags(all_leaves: StaticNames, names: StaticNames, flags: Array) -> Array:
-    """Reorders flags for all leaves of a state. Leaves without a flag get False."""
+    """Reorders flags and adds False for leaves without a flag."""
     if tuple(all_leaves) == tuple(names):
         return flags
     by_name = dict(zip(names, flags, strict=True))
@@ -349,7 +336,7 @@ def _reindex_flags(all_leaves: StaticNames, names: StaticNames, flags: Array) ->
     return meshes.stack([by_name.get(name, jnp.zeros((), bool)) for name in all_leaves])
 
 
-@validate_call(transformation=True)
+@validation.validate_call(transformation=True)
 @document_options(ShardingOptions)
 def skip_nonfinite(
     inner: optax.GradientTransformation,
@@ -358,19 +345,18 @@ def skip_nonfinite(
 ) -> Transformation[SkipState]:
     """Skips steps whose gradients contain a NaN or an infinite element.
 
-    You can then use `optaxclip.monitor.bad_leaves` to get the names of the non-finite leaves and
-    `optaxclip.monitor.step_status` to see if training should continue.
+    `optaxclip.monitor.bad_leaves` returns the names of the non-finite leaves, and
+    `optaxclip.monitor.step_status` indicates whether training should continue.
 
-    Use this wrapper around `optax.MultiSteps`, not inside it:
-    `skip_nonfinite(optax.MultiSteps(chain, k).gradient_transformation())`. As of Optax 0.2.8, a NaN
-    in one microbatch stays in the sum of `MultiSteps` forever. Therefore, a skip inside would skip
-    all later steps.
+    Do not use this wrapper inside `optax.MultiSteps`, because a NaN stays in the sum of
+    `MultiSteps` forever (as of Optax 0.2.8). Use
+    `skip_nonfinite(optax.MultiSteps(chain, k).gradient_transformation())` instead.
 
     Args:
       inner: The optimizer to wrap.
-      max_consecutive: The maximum number of consecutive skipped steps. After that, steps are taken
-        even if they are non-finite, until a finite step occurs, as in `optax.apply_if_finite`. This
-        makes a diverged run visible. If None, non-finite steps are always skipped.
+      max_consecutive: The maximum number of consecutive skipped steps. All further steps are
+        applied until a finite step occurs, as in `optax.apply_if_finite`, which makes a diverged
+        run visible. If None, non-finite steps are always skipped.
       **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
@@ -388,13 +374,11 @@ def skip_nonfinite(
       >>> print(updates, state.num_skipped)
       [0. 0.] 1
     """
-    checked = Options.create(**options)
-    return skip_wrapper(
-        inner, math.inf, max_consecutive, options=checked, accept_nonfinite_at_limit=True
-    )
+    settings = {"options": Options.create(**options), "accept_nonfinite_at_limit": True}
+    return skip_wrapper(inner, math.inf, max_consecutive, **settings)
 
 
-@validate_call(transformation=True)
+@validation.validate_call(transformation=True)
 @document_options(ShardingOptions)
 def skip_above(
     inner: optax.GradientTransformation,
@@ -409,60 +393,57 @@ def skip_above(
 ) -> Transformation[SkipState]:
     """Skips steps whose global gradient norm or loss exceeds a threshold or is non-finite.
 
-    paxml and Megatron-LM use this rule with a constant, and axlearn uses it with
-    `thresholds.ema(0.99, 20.0, record="accepted", debias=True)`. The following projects also check
-    the loss against its previous values. You can use
-    `skip_above(inner, rule, loss_threshold=rule)` to do the same:
+    paxml and Megatron-LM use a constant threshold, and axlearn uses
+    `thresholds.ema(0.99, 20.0, record="accepted", debias=True)`. The following projects use
+    `skip_above(inner, rule, loss_threshold=rule)` to also check the loss:
 
       project           | rule
       ------------------|-----------------------------------------------------------------
       OLMo-core         | `thresholds.window(6.0, 128, ddof=1, min_std=0.0, warmup_steps=63)`
       Levanter          | `thresholds.window(6.0, 128)`
-      MaxText           | OLMo-core's rule, after clipping the gradients:
-                        | `optax.chain(clip_by_global_norm(1.0), skip_above(...))`
+      MaxText           | OLMo-core's rule after `clip_by_global_norm(1.0)` in a chain
+
+    These projects use `max_consecutive=None`. `optaxclip.monitor.bad_leaves` returns the names of
+    the leaves that caused the most recent skipped step, and `optaxclip.monitor.step_status`
+    indicates whether training should continue.
 
     Source: allenai/OLMo-core, marin-community/levanter, AI-Hypercomputer/maxtext, apple/axlearn.
-
-    The published rules can skip any number of consecutive steps. Use `max_consecutive=None` to do
-    the same. You can use `optaxclip.monitor.bad_leaves` to get the names of the leaves that caused
-    a skip and `optaxclip.monitor.step_status` to see if training should continue.
 
     Args:
       inner: The optimizer to wrap.
       threshold: The threshold for the norm: a number, a schedule, or a rule from
         `optaxclip.thresholds` (only its trigger is used). Use `math.inf` to check only the loss.
-      max_consecutive: The maximum number of consecutive skipped steps. After that, the next finite
-        step is taken, so a low threshold cannot stop training forever. Defaults to 20. If None, the
-        threshold always applies. Non-finite steps are always skipped.
+      max_consecutive: The maximum number of consecutive skipped steps. The next finite step is then
+        applied, so a low threshold cannot stop training forever. Defaults to 20. If None, there is
+        no maximum. Non-finite steps are always skipped.
       loss_threshold: The threshold for the loss, which can be negative: a number, a schedule, or
-        one of `thresholds.window`, `zscore`, `percentile`, `median` and `ema` (their `floor` has no
+        `thresholds.window`, `zscore`, `percentile`, `median`, or `ema` (their `floor` has no
         effect). The multiple `k` of a negative average `m` is defined as `m + (k - 1) * abs(m)`.
-      check: If "gradients", checks the incoming gradients (the default). If "updates", checks the
-        step that `inner` would take. Note that the length of this step does not depend on the scale
-        of the gradients in Adam or Muon. Steps with non-finite gradients are skipped in both cases.
-        With "updates", `inner` must not accumulate gradients. Use
-        `optax.MultiSteps(skip_above(adam, threshold, check="updates"), k)` instead.
-      norm: The norm of the tree that is compared with `threshold`.
-      known_norm: The name of an extra argument of the update that contains the norm of the incoming
+      check: "gradients" (the default) to check the incoming gradients, or "updates" to check the
+        updates from `inner`. The norm of the updates of Adam and Muon does not depend on the scale
+        of the gradients. Steps with non-finite gradients are skipped in both cases. If you
+        accumulate gradients, use
+        `optax.MultiSteps(skip_above(adam, threshold, check="updates"), k)`.
+      norm: The norm to compare with `threshold`.
+      known_norm: The name of an extra argument of `update` that contains the norm of the incoming
         tree, such as "grad_norm". The norm is then not computed, and `bad_leaves` cannot identify
-        the leaf that caused a skip.
+        leaves.
       **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `SkipState`. A skipped step returns zero updates. If `loss_threshold`
-      is used, you must pass the loss to `update`, either as `value=`, as in Optax, or as `loss=`,
-      which takes precedence. The loss must be a scalar and the same on all devices. Note that
-      `optax.MultiSteps` only passes the loss of the last microbatch. Steps with a non-finite loss
-      are skipped, and that loss is never recorded. All extra arguments are passed to the optimizer.
-      Inside `optax.MultiSteps`, the skip checks the mean gradients and requires one of the
-      protections against NaN in `docs/recipes/wrappers.md`.
+      A transformation with a `SkipState`. A skipped step returns zero updates. If you use
+      `loss_threshold`, pass the loss to `update` as `value=`, as in Optax, or as `loss=`, which
+      takes precedence. It must be a scalar with the same value on all devices. Steps with a
+      non-finite loss are skipped, and that loss is never recorded. All extra arguments are passed
+      to `inner`. Inside `optax.MultiSteps`, which only passes the loss of the last microbatch, the
+      wrapper checks the mean gradients and requires one of the NaN safeguards described in
+      `docs/recipes/wrappers.md`.
 
     Raises:
-      ValueError: If a threshold is negative (except for `loss_threshold`), NaN or not a scalar, if
+      ValueError: If a threshold is negative (except for `loss_threshold`), NaN, or not a scalar, if
         `loss_threshold` is a rule that only supports norms, or if `known_norm` is used with
-        `check="updates"`. Also raised by `update` if the loss is missing or not a scalar. `init`
-        raises it for `optax.MultiSteps` or `optax.apply_every` inside a skip with
-        `check="updates"`.
+        `check="updates"`. Also raised by `update` if the loss is missing or not a scalar, and by
+        `init` if `inner` accumulates gradients and `check` is "updates".
       TypeError: If `inner` is not a transformation, or if a threshold or the loss is not a number.
 
     Example:
@@ -472,29 +453,11 @@ def skip_above(
       >>> updates, state = tx.update(jnp.array([30.0, 40.0]), tx.init(params), params)
       >>> print(updates, state.info.norm, state.num_skipped)
       [0. 0.] 50.0 1
-
-      Checking only the loss:
-
-      >>> tx = optaxclip.skip_above(optax.sgd(1.0), jnp.inf, loss_threshold=-1.0)
-      >>> state = tx.init(params)
-      >>> for loss in (-3.0, 0.5, jnp.nan):
-      ...     updates, state = tx.update(jnp.ones(2), state, params, value=loss)
-      ...     print(updates, state.num_skipped)
-      [-1. -1.] 0
-      [0. 0.] 1
-      [0. 0.] 2
     """
-    check = check_choice(check, get_args(CheckedTree), "check")
+    check = validation.check_choice(check, get_args(CheckedTree), "check")
     if check == "updates" and known_norm is not None:
-        raise ValueError(
-            f"known_norm must be None with check='updates', got {known_norm!r}; use "
-            "check='gradients'"
-        )
-    return skip_wrapper(
-        inner,
-        threshold,
-        max_consecutive,
-        check=check,
-        loss_threshold=None if loss_threshold is None else check_loss_threshold(loss_threshold),
-        options=Options.create(norm=norm, known_norm=known_norm, **options),
-    )
+        raise ValueError(f"known_norm must be None with check='updates', got {known_norm!r}")
+    rule = None if loss_threshold is None else check_loss_threshold(loss_threshold)
+    checked = Options.create(norm=norm, known_norm=known_norm, **options)
+    settings = {"check": check, "loss_threshold": rule, "options": checked}
+    return skip_wrapper(inner, threshold, max_consecutive, **settings)

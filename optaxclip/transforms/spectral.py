@@ -1,17 +1,17 @@
-"""Clips the singular values of matrices with matrix products only.
+"""Clips the singular values of matrices with matrix products.
 
-Let `X` have the singular values `s`, and let `c` be the threshold. Then `[X, c I]` has the singular
-values `sqrt(s**2 + c**2)`, which are at least `c`. Newton-Schulz iterations convert it to `[W, C]`
-with orthonormal rows. `W` and `C` have the singular vectors of `X`. The singular values of `W` are
-the sines `s / sqrt(s**2 + c**2)`, and those of `C` the cosines `c / sqrt(s**2 + c**2)`.
+Let `s` be the singular values of `X`, and let `c` be the threshold. The singular values of
+`[X, c I]` are `sqrt(s**2 + c**2)`, so they are at least `c`. Newton-Schulz iterations orthogonalize
+its rows, which results in `[W, C]`. `W` and `C` have the singular vectors of `X`. The singular
+values of `W` are sines, `s / sqrt(s**2 + c**2)`, and the singular values of `C` are cosines,
+`c / sqrt(s**2 + c**2)`.
 
-Soft clipping is therefore `c W`. For hard clipping, `W` is divided by the maximum of the sine and
-the cosine, because `min(s, c) / c = sine / max(sine, cosine)`, where
-`max**2 = (1 + |sine**2 - cosine**2|) / 2`.
+Soft clipping is therefore `c W`. Hard clipping also divides the singular values by
+`max(sine, cosine)`, because `min(s, c) / c = sine / max(sine, cosine)`. This maximum is computed
+from `max**2 = (1 + |sine**2 - cosine**2|) / 2`.
 
-If singular values are 1e4 times the threshold, the eigenvalues of `I + X X' / c**2` have a wider
-range than the precision of float32. The method still works in float32, because it neither inverts
-this matrix nor computes its root.
+The method works in float32 even if singular values are 1e4 times the threshold, because it does not
+invert `I + X X' / c**2`, whose condition number would be too large.
 """
 
 import dataclasses
@@ -26,16 +26,8 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
+import optaxclip._base.numerics as numerics
 from optaxclip._backend.global_view import Transformation
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    divide_by_pow2,
-    divide_no_nan,
-    floor_pow2,
-    match_weak_type,
-    safe_sqrt,
-    static_size_or_none,
-)
 from optaxclip._base.trees import is_sparse
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._base.validation import check_choice, check_int, validate_call
@@ -53,62 +45,53 @@ Mode = Literal["soft", "hard"]
 
 
 class GramForm(NamedTuple):
-    """A matrix, transposed if it is tall, and scaled to prevent overflow and underflow of products.
+    """A scaled wide matrix and its Gram matrix. Scaling prevents overflow of the products."""
 
-    Attributes:
-      rows: `[m, n]` with `m <= n` (unless sizes are symbolic), the elements divided by `unit`.
-      gram: `[m, m]`, the products of the rows.
-      unit: `[]`, a power of two near the largest modulus.
-    """
-
-    rows: Array
-    gram: Array
-    unit: Array
+    rows: Array  # [m, n] with m <= n unless sizes are symbolic
+    gram: Array  # [m, m]
+    unit: Array  # [], the divisor, a power of two near the largest absolute value
 
     @classmethod
     def create(cls, x: Array) -> "GramForm":
-        """Makes a `GramForm` of a finite matrix `[rows, columns]`, float32 or wider."""
+        """Transposes a finite matrix `[rows, columns]` (float32 or wider) if it is tall."""
         top = jnp.max(jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)), initial=0)
-        unit = lax.stop_gradient(floor_pow2(top))
-        rows = divide_by_pow2(x.T if _is_tall(x) else x, unit)
+        unit = lax.stop_gradient(numerics.floor_pow2(top))
+        rows = numerics.divide_by_pow2(x.T if _is_tall(x) else x, unit)
         return cls(rows, _matmul(rows, rows.T.conj()), unit)
 
 
 def estimate_largest(prepared: GramForm) -> Array:
-    """Estimates the largest singular value, `[]`, from the Gram matrix.
+    """Estimates the largest singular value, `[]`, from below.
 
-    The estimate is never above the true value, and it is exact for a single row. For random
-    matrices, it is at most 3 % too low in 95 of 100 cases and an eighth too low in one of 1,000.
+    For one row, the result is exact. For random matrices, the error is below 3% in 95 of 100 cases
+    and below 13% in 999 of 1,000 cases.
     """
-    if static_size_or_none(prepared.gram.shape[0]) == 1:
-        return prepared.unit * safe_sqrt(prepared.gram[0, 0].real)
-    return prepared.unit * safe_sqrt(_estimate_largest_eigenvalue(prepared.gram))
+    if numerics.static_size_or_none(prepared.gram.shape[0]) == 1:
+        return prepared.unit * numerics.safe_sqrt(prepared.gram[0, 0].real)
+    return prepared.unit * numerics.safe_sqrt(_estimate_largest_eigenvalue(prepared.gram))
 
 
 def clip_matrix(x: Array, threshold: Array, *, mode: Mode, iterations: int) -> Array:
-    """Clips the singular values of a finite matrix `[rows, columns]`, float32 or wider.
-
-    The mode "soft" replaces `s` by `s / sqrt(1 + (s / threshold)**2)`, and "hard" replaces it by
-    `min(s, threshold)`. An iteration makes two Newton-Schulz steps with one Gram matrix.
-    """
+    """Clips the singular values of a finite matrix `[rows, columns]`, float32 or wider."""
     prepared = GramForm.create(x)
     rows, gram, unit = prepared  # [m, n], [m, m], []
     is_infinite = jnp.isinf(threshold)
     threshold = jnp.where(is_infinite, 1, threshold)
-    if static_size_or_none(gram.shape[0]) == 1:
-        # The singular value of a single row is its length.
-        length, scaled = safe_sqrt(gram[0, 0].real), divide_by_pow2(threshold, unit)
-        # Smaller thresholds may underflow and do not change the result.
+    if numerics.static_size_or_none(gram.shape[0]) == 1:
+        length = numerics.safe_sqrt(gram[0, 0].real)
+        scaled = numerics.divide_by_pow2(threshold, unit)
+        # Smaller thresholds may underflow but do not change the result.
         c = jnp.maximum(scaled, 1e-9 * length)
         new = RESPONSES[mode](length, c, c)
         unit = jnp.where(c == scaled, unit, threshold / jnp.where(c > 0, c, 1))
-        row = rows * divide_no_nan(new, length, 1).astype(rows.dtype) * unit.astype(rows.dtype)
+        by = numerics.divide_no_nan(new, length, 1).astype(rows.dtype)
+        row = rows * by * unit.astype(rows.dtype)
         return jnp.where(is_infinite | (new == length), x, row.T if _is_tall(x) else row)
-    # An upper bound of the largest singular value, from the row sums and the Frobenius norm.
+    # An upper bound on the largest singular value, from the row sums and the Frobenius norm
     fixed_gram = lax.stop_gradient(gram)
     row_sums = jnp.max(jnp.sum(jnp.abs(fixed_gram), 1), initial=0)
     top = jnp.sqrt(jnp.minimum(row_sums, jnp.sqrt(_sum_squares(fixed_gram))))
-    scaled = divide_by_pow2(threshold, unit)
+    scaled = numerics.divide_by_pow2(threshold, unit)
     # The iterations cannot reach smaller thresholds. Larger thresholds do not change the result.
     c = jnp.clip(scaled, 1e-7 * (1 + top), 1e6 * (1 + top))
     bound = lax.stop_gradient(1.001 * jnp.sqrt(jnp.square(top) + jnp.square(c)))
@@ -128,8 +111,8 @@ def clip_matrix(x: Array, threshold: Array, *, mode: Mode, iterations: int) -> A
         for coefficient in coefficients[1:]:
             root = _matmul(root, absolute) + eye * coefficient
         sines = _matmul(root, sines)
-        # The eigenvalues of the sign matrix are 1 for singular values above the threshold, -1 for
-        # values below, and near 0 for values at the threshold.
+        # The eigenvalues of the sign matrix are 1 for singular values above the threshold, and -1
+        # for values below it.
         keep |= _estimate_largest_eigenvalue(eye + signs) < _MIN_EIGENVALUE_ABOVE
     # The scaled threshold may underflow.
     result = jnp.minimum(threshold, c * unit).astype(sines.dtype) * sines
@@ -137,34 +120,28 @@ def clip_matrix(x: Array, threshold: Array, *, mode: Mode, iterations: int) -> A
 
 
 _POWER_ITERATIONS = 20
-"""The number of power iterations."""
-
+# Singular values that differ from the threshold by less than this fraction are clipped partially.
 _MIN_SIGN, _SIGN_ITERATIONS = 1e-3, 5
-"""Singular values within this fraction of the threshold end between the old value and it."""
-
+# If all eigenvalues of `eye + signs` are smaller, no singular value exceeds the threshold.
 _MIN_EIGENVALUE_ABOVE = 1.02
-"""If all eigenvalues of `eye + signs` are smaller, no singular value exceeds the threshold."""
-
+# The largest scale of a step. With 3**0.5, rounding could change the sign of a value of 1.
 _MAX_SCALE = 0.99 * 3**0.5
-"""The largest scale of a step. With 3**0.5, rounding could change the sign of a value of 1."""
-
+# Coefficients of `1 / sqrt((1 + a) / 2)` for `a` in `[0, 1]`, highest power first, to 1e-6
 _INVERSE_ROOT = np.polynomial.Chebyshev.interpolate(lambda a: ((1 + a) / 2) ** -0.5, 7, [0, 1])
 _INVERSE_ROOT = _INVERSE_ROOT.convert(kind=np.polynomial.Polynomial).coef[::-1]
-"""Coefficients of `1 / sqrt((1 + a) / 2)` for `a` in `[0, 1]`, highest power first, to 1e-6."""
 
 RESPONSES: dict[str, Response] = {"soft": smooth, "hard": clip}
-"""The functions from a singular value to its new value, by mode."""
 
 
 def _is_tall(x: Array) -> bool:
-    rows, columns = (static_size_or_none(size) for size in x.shape)
+    rows, columns = (numerics.static_size_or_none(size) for size in x.shape)
     return rows is not None and columns is not None and rows > columns
 
 
 def _orthogonalize(blocks: tuple[Array, ...], low: Array, iterations: int) -> tuple[Array, ...]:
-    """Returns the nearest matrix with orthonormal rows, as blocks of columns `[m, n]`.
+    """Orthogonalizes the rows of a matrix with singular values from `low` to 1.
 
-    The singular values of the given matrix must be from `low` to 1.
+    The matrix consists of blocks of columns, `[m, n]`. An iteration makes two Newton-Schulz steps.
     """
     eye = jnp.eye(blocks[0].shape[0], dtype=blocks[0].dtype)
 
@@ -174,8 +151,8 @@ def _orthogonalize(blocks: tuple[Array, ...], low: Array, iterations: int) -> tu
         gram = functools.reduce(jnp.add, (_matmul(block, block.T.conj()) for block in blocks))
         (a1, b1), low = _cubic(low)
         (a2, b2), low = _cubic(low)
-        # Two steps are (a1 + b1 t) (a2 + b2 t (a1 + b1 t)**2) for the Gram matrix t. This
-        # polynomial requires only two products of [m, m] matrices.
+        # For the Gram matrix t, two steps multiply by (a1 + b1 t) (a2 + b2 t (a1 + b1 t)**2), which
+        # requires only two products of [m, m] matrices.
         cube = [a1**3, 3 * a1**2 * b1, 3 * a1 * b1**2, b1**3]
         k = [a1 * a2, b1 * a2 + b2 * cube[0], *(b2 * x for x in cube[1:])]
         k = [x.astype(gram.dtype) for x in k]
@@ -188,10 +165,8 @@ def _orthogonalize(blocks: tuple[Array, ...], low: Array, iterations: int) -> tu
 
 
 def _cubic(low: Array) -> tuple[tuple[Array, Array], Array]:
-    """Returns the best step `x -> x (a + b x**2)` for values from `low` to 1, and the new `low`.
-
-    Source: Chen and Chow, 2014, A stable scaling of Newton-Schulz iterations.
-    """
+    """Returns the best step `x -> x (a + b x**2)` for values from `low` to 1, and the new `low`."""
+    # Source: Chen and Chow, 2014, A stable scaling of Newton-Schulz iterations.
     scale = jnp.minimum(jnp.sqrt(3 / (1 + low + jnp.square(low))), _MAX_SCALE)
     a, b = 1.5 * scale, -0.5 * scale**3
     new = jnp.minimum(low * (a + b * jnp.square(low)), a + b)
@@ -208,17 +183,17 @@ def _estimate_largest_eigenvalue(matrix: Array) -> Array:
 
     def power_step(vector: Array) -> Array:
         vector = _matmul(fixed, vector)
-        length = safe_sqrt(_sum_squares(vector))
+        length = numerics.safe_sqrt(_sum_squares(vector))
         return vector / jnp.where(length > 0, length, 1).astype(vector.dtype)
 
-    # The longest row is usually near the eigenvector, but it may be orthogonal to it. Therefore, an
-    # unstructured vector is added.
+    # Start from the longest row, which is usually near the eigenvector. Add an unstructured vector,
+    # because this row may be orthogonal to the eigenvector.
     lengths = jnp.diagonal(fixed).real
     longest = (lengths == jnp.max(lengths, initial=0)).astype(matrix.dtype)
     squares = jnp.square(jnp.arange(matrix.shape[0])).astype(lengths.dtype)
     start = power_step(longest) + power_step(jnp.cos(squares).astype(matrix.dtype))
     end = lax.fori_loop(0, _POWER_ITERATIONS, lambda _, vector: power_step(vector), start)
-    return safe_sqrt(_sum_squares(_matmul(matrix, end)))
+    return numerics.safe_sqrt(_sum_squares(_matmul(matrix, end)))
 
 
 def _matmul(x: Array, y: Array) -> Array:
@@ -238,50 +213,46 @@ def clip_by_spectral_norm(
 ) -> Transformation[ClipState]:
     """Clips the singular values of matrices in gradients or optimizer updates.
 
-    The singular vectors do not change. "soft" replaces a singular value `s` by
-    `s / sqrt(1 + (s / c)**2)` for the threshold `c`, which is always below `c`. "hard" replaces it
-    by `min(s, c)`. A matrix is then returned unchanged if no singular value exceeds `c`, or
-    exceeds it by less than the error below. Vectors and scalars are clipped by their L2 norm in the
-    same way. Leaves with more than two axes are reshaped to `[all but the last, last]`, as is usual
-    for convolutions. The leading axes counted by `stacked` stack separate matrices.
+    Let `c` be the threshold. The mode "soft" replaces a singular value `s` by
+    `s / sqrt(1 + (s / c)**2)`, which is always below `c`, and "hard" replaces it by `min(s, c)`.
+    The singular vectors do not change. Vectors and scalars are treated as matrices with one row.
+    Leaves with more than two axes, such as convolutions, are reshaped to
+    `[all axes except the last, last]`.
 
-    Singular values are clipped by matrix products in full float32 precision (float64 for 64-bit
-    leaves) without a decomposition. Compared with NumPy's SVD, the error is below 1e-3 of the
-    largest singular value of the result if the largest singular value of the matrix is at most 1e4
-    times `c`, and below 5e-5 if it is at most 100 times `c`. However, the first bound
-    is 2e-3 in float32 if half of 512 singular values are that large.
+    The method uses matrix products in float32 (float64 for 64-bit leaves) instead of a
+    decomposition. The error, compared with NumPy's SVD and relative to the largest singular value
+    of the result, is below 1e-3 if singular values are at most `1e4 * c`, and below 5e-5 if they
+    are at most `100 * c`. In float32, it can be 2e-3 if hundreds of singular values are near
+    `1e4 * c`. In the mode "hard", matrices are unchanged if no singular value exceeds `c` by more
+    than this error.
 
-    For a matrix `[m, n]` with `m <= n`, an iteration requires two products with `[m, n]` and four
-    with `[m, m]`. At the end, "hard" requires two more with `[m, n]` and 29 with `[m, m]`. Muon
-    makes 5 iterations with two products with `[m, n]` and one with `[m, m]`. For a square matrix on
-    a CPU, this takes about twice as long as Muon (`optax.contrib.scale_by_muon`), "hard" about
-    three times as long, and 5 iterations as long as Muon (`benchmarks/spectral.py`).
+    On a CPU, "soft" takes about twice as long as `optax.contrib.scale_by_muon` for square matrices,
+    and "hard" about three times as long. With 5 iterations, "soft" takes as long as Muon
+    (`benchmarks/spectral.py`).
 
-    Source: SPECTRA, 2026, arXiv 2603.14315 (mlolab/llm-spectral-clipping). The hard form is from
-    NVIDIA-NeMo/Emerging-Optimizers. Thresholds per layer by a moving average or a quantile are from
-    arXiv 2605.11838.
+    Source: SPECTRA, 2026, arXiv 2603.14315 (mlolab/llm-spectral-clipping). The mode "hard" is from
+    NVIDIA-NeMo/Emerging-Optimizers. Adaptive thresholds per layer are from arXiv 2605.11838.
 
     Args:
       threshold: The maximum singular value: a number, a schedule, or a rule from
-        `optaxclip.thresholds`, which learns from the largest singular values of the matrices. It
-        can also be a dict from the names of the matrices to these.
+        `optaxclip.thresholds`, or a dict from the names of matrices to any of these. Rules use the
+        largest singular values of the matrices.
       mode: "soft" or "hard".
-      stacked: The number of leading axes of the leaves that stack separate tensors, as in
-        `optaxclip.scopes.leaf`. Defaults to 0.
-      iterations: The number of Newton-Schulz iterations. Use 10 for singular values of 1e4 times
-        `c` and 5 for 100 times `c`. It must be static in `optax.inject_hyperparams`.
+      stacked: The number of leading axes that stack matrices, as in `optaxclip.scopes.leaf`.
+      iterations: The number of Newton-Schulz iterations. Use 10 for singular values up to `1e4 * c`
+        and 5 for singular values up to `100 * c`. It must be static in `optax.inject_hyperparams`.
       **options: The options shared by all transformations. See `optaxclip.TransformOptions`.
 
     Returns:
-      A transformation with a `ClipState`. The `norm` of its record is an estimate of the largest
-      singular value. It is usually at most 3 % too low, and an eighth in one of 1,000 matrices.
-      `factor` is the multiplier of this singular value. The update returns a tree with the shapes,
-      dtypes and weak types of the gradients. Under `jit`, leaves can be sharded.
+      A transformation with a `ClipState`. Its `norm` estimates the largest singular value and is
+      usually at most 3% too low (13% in one of 1,000 matrices). `factor` is the multiplier of this
+      singular value. Updates keep their shapes, dtypes, and weak types. Under `jit`, leaves can be
+      sharded.
 
     Raises:
-      ValueError: If the threshold is negative, NaN or not a scalar, if the mode or policy is
-        unknown, or if `iterations` is below 1. Also raised by `update` for leaves that are sharded
-        inside `shard_map` or `pmap`.
+      ValueError: If the threshold is negative, NaN, or not a scalar, if the mode or policy is
+        unknown, or if `iterations` is below 1. Also raised by `update` if a leaf is sharded inside
+        `shard_map` or `pmap`.
       TypeError: If the threshold is not a number. Also raised by `update` for sparse leaves.
 
     Example:
@@ -292,11 +263,6 @@ def clip_by_spectral_norm(
       >>> print(updates)
       [[3.  0.  0. ]
        [0.  3.2 2.4]]
-      >>> soft = optaxclip.clip_by_spectral_norm(1.0).update(grads, None)[0]
-      >>> for row in soft.tolist():
-      ...     print(row)
-      [0.948683, 0.0, 0.0]
-      [0.0, 0.784465, 0.588348]
     """
     mode = check_choice(mode, get_args(Mode), "mode")
     rule = check_threshold(threshold, "threshold")
@@ -315,7 +281,6 @@ class _SingularValues(ClipMethod):
     iterations: int
 
     def compute_norms(self, leaves: list[Any], plan: Plan, options: Options) -> ScaledNorms:
-        """Computes the largest singular values of all matrices."""
         for i, (leaf, name) in enumerate(zip(leaves, plan.leaf_names, strict=True)):
             subject = f"{options.name}: leaf '{name}' of shape {leaf.shape}"
             if is_sparse(leaf):
@@ -323,15 +288,14 @@ class _SingularValues(ClipMethod):
             axes = plan.placement.axes_of(i)
             if axes and meshes.manual_axes():
                 raise ValueError(
-                    f"{subject} must not be sharded inside shard_map or pmap, because singular "
-                    f"values need the whole matrix, got shards along {sorted(axes)}; clip outside "
-                    "of shard_map, or gather the leaf with jax.lax.all_gather"
+                    f"{subject} must not be sharded inside shard_map or pmap, got shards along "
+                    f"{sorted(axes)}; use jax.lax.all_gather"
                 )
         norms = [
             _largest_singular_values(x, x.ndim - len(axes))
             for x, axes in zip(leaves, plan.grouping.axes, strict=True)
         ]
-        # Groups without leaves at this step have the norm NaN.
+        # Groups without leaves on this step have the norm NaN.
         arrays = [
             norms[group.leaf_indices[0]] if group.leaf_indices else jnp.full(group.shape, jnp.nan)
             for group in plan.grouping.groups
@@ -339,11 +303,10 @@ class _SingularValues(ClipMethod):
         return ScaledNorms.from_value(plan.pack(arrays), 1.0)
 
     def leaf_operands(self, by: Multiplier, threshold_values: Array) -> Sequence[Array]:
-        """Returns the multipliers of non-finite matrices and the thresholds of the others."""
+        """Returns the multipliers of non-finite matrices and the thresholds of finite matrices."""
         return by.ratio, threshold_values
 
     def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
-        """Clips the singular values of the matrices of a leaf."""
         del options
         ratios, thresholds = columns
         return _clip_leaf(leaf, thresholds, ratios, leaf.ndim - len(axes), self)
@@ -353,16 +316,13 @@ class _SingularValues(ClipMethod):
 @functools.partial(jax.jit, static_argnames="stack")
 def _largest_singular_values(x: Array, stack: int) -> Array:
     """Returns the largest singular values, [*stack]. Non-finite matrices have non-finite values."""
-    axes, real = tuple(range(stack, x.ndim)), accumulation_dtype(x.dtype)
+    axes, real = tuple(range(stack, x.ndim)), numerics.accumulation_dtype(x.dtype)
     bad = ~jnp.all(jnp.isfinite(x), axes)  # [*stack]
-    if static_size_or_none(x.size) == 0:
+    if numerics.static_size_or_none(x.size) == 0:
         return jnp.zeros(bad.shape, real)
-    # [*stack, rows, columns] -> [*stack]
-    norm = _vmap_over_stack(stack, lambda matrix: estimate_largest(GramForm.create(matrix)))(
-        _matrices(x, stack)
-    )
-    # The maximum of non-finite elements is not used, because it may lose a NaN if the leaf is
-    # sharded (as of JAX 0.10.2).
+    estimate = _vmap_over_stack(stack, lambda matrix: estimate_largest(GramForm.create(matrix)))
+    norm = estimate(_matrices(x, stack))  # [*stack, rows, columns] -> [*stack]
+    # `jnp.max` may lose a NaN if the leaf is sharded (as of JAX 0.10.2).
     worst = jnp.where(jnp.any(jnp.isnan(x), axes), jnp.nan, jnp.inf).astype(real)
     # Finite norms that exceed the dtype become its largest number.
     return jnp.where(bad, worst, jnp.minimum(norm, jnp.finfo(real).max))
@@ -372,16 +332,12 @@ def _largest_singular_values(x: Array, stack: int) -> Array:
 def _clip_leaf(
     x: Array, thresholds: Array, ratios: Array, stack: int, by: _SingularValues
 ) -> Array:
-    """Clips the singular values of the matrices of a leaf."""
-    if static_size_or_none(x.size) == 0:
+    if numerics.static_size_or_none(x.size) == 0:
         return x
     clip_one = functools.partial(clip_matrix, mode=by.mode, iterations=by.iterations)
-    thresholds = thresholds.astype(accumulation_dtype(x.dtype))
-    result = (
-        _vmap_over_stack(stack, clip_one)(_matrices(x, stack), thresholds)
-        .reshape(x.shape)
-        .astype(x.dtype)
-    )
+    thresholds = thresholds.astype(numerics.accumulation_dtype(x.dtype))
+    result = _vmap_over_stack(stack, clip_one)(_matrices(x, stack), thresholds)
+    result = result.reshape(x.shape).astype(x.dtype)
     bad = ~jnp.all(jnp.isfinite(x), tuple(range(stack, x.ndim)))  # [*stack]
     replacement = jnp.where(bad, ratios, 0).astype(x.dtype)
     # [*stack] -> [*stack, 1, ...]
@@ -389,14 +345,11 @@ def _clip_leaf(
         lax.expand_dims(column, range(stack, x.ndim)) if x.ndim > stack else column
         for column in (bad, replacement)
     )
-    return match_weak_type(jnp.where(bad, replacement, result), x)
+    return numerics.match_weak_type(jnp.where(bad, replacement, result), x)
 
 
 def _matrices(x: Array, stack: int) -> Array:
-    """Returns the matrices of a leaf, `[*stack, rows, columns]`, in float32 or wider.
-
-    Vectors and scalars become matrices with one row. Non-finite elements become 0.
-    """
+    """Reshapes a leaf to `[*stack, rows, columns]` and replaces non-finite elements by 0."""
     wide = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)).astype(wide_dtype(x.dtype))
     *front, last = x.shape[stack:] or (1,)
     return wide.reshape(*x.shape[:stack], math.prod(front), last)

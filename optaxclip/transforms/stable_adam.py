@@ -10,19 +10,10 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._backend.meshes as meshes
+import optaxclip._base.numerics as numerics
 import optaxclip.norms as norms
 from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import Transformation, global_view, transformation
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    expand_dims_at,
-    map_real_imag,
-    match_weak_type,
-    norm_dtype,
-    saturating_cast,
-    select,
-    sqrt_where_positive,
-)
 from optaxclip._base.state import check_state, register_state, safe_increment
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, ClipState, NonFinite, PyTree
@@ -41,9 +32,8 @@ class StableAdamState(NamedTuple):
     """State of `scale_by_stable_adam`.
 
     Attributes:
-      clip: The state of the clipping. The `norm` of its record is the root mean square of
-        `g / sqrt(nu)`.
-      count: int32[tensors], the numbers of finite steps of the tensors.
+      clip: The state of the clipping stage, where `norm` is the root mean square of `g / sqrt(nu)`.
+      count: int32[tensors], the number of finite steps per tensor.
       mu: The unbiased averages of the gradients, a pytree like the parameters, float32 or wider.
       nu: The unbiased averages of the squared gradients, a pytree like `mu`.
     """
@@ -68,39 +58,37 @@ def scale_by_stable_adam(
 ) -> Transformation[StableAdamState]:
     """Rescales gradients like Adam and clips leaves with an outdated second moment.
 
-    Let `m` be the unbiased average of the gradients `g`, and `v` that of their squares, including
+    Let `m` and `v` be the unbiased averages of the gradients `g` and of their squares, including
     the current step. The update of a leaf is
-    `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)` with
-    `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. RMS is far above 1 if the gradients are much larger
-    than `v`, as before most loss spikes. Note that weight decay must not be reduced, so use it
-    after this stage in the chain.
+    `m / (sqrt(v) + eps) / max(1, rms / clipping_threshold)`, where
+    `rms = sqrt(mean(g**2 / max(v, eps**2)))`. Before most loss spikes, `rms` is far above 1,
+    because gradients suddenly become much larger than `sqrt(v)`. Apply weight decay after this
+    stage, because it must not be reduced.
 
-    Leaves with non-finite gradients keep their averages. The averages are float32 (float64 for
-    float64 leaves). If a trainer casts the state, they keep the new dtypes and are rounded after
-    all steps. Elements beyond ±1.3e19 are clamped to this bound, because the sum of two of their
-    squares would overflow in float32. For complex elements, this applies to the real and imaginary
-    parts. Other leaves, such as integers, are returned unchanged.
+    The averages are float32 (float64 for float64 leaves) unless a trainer casts the state. Leaves
+    with non-finite gradients do not change their averages. Elements (real and imaginary parts of
+    complex elements) are clipped to ±1.3e19 to prevent overflow of their squares in float32. Other
+    leaves, such as integers, are returned unchanged.
 
-    Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi and Schmidt, 2023, arXiv 2304.13013.
+    Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi, and Schmidt, 2023, arXiv 2304.13013.
     The clipping is from Shazeer and Stern, 2018, arXiv 1804.04235.
 
     Args:
       b1: The decay of the average of the gradients, at least 0 and below 1.
       b2: The decay of the average of the squared gradients, at least 0 and below 1.
       eps: A number to add to the root of the second moment.
-      clipping_threshold: The maximum `RMS` of a leaf.
-      stacked: The number of leading axes of the leaves that stack separate tensors, as in
-        `optaxclip.scopes.leaf`. Defaults to 0.
+      clipping_threshold: The maximum `rms` of a leaf.
+      stacked: The number of leading axes that stack layers, as in `optaxclip.scopes.leaf`.
       nonfinite: The policy for non-finite leaves, as in `optaxclip.clip_by`.
       **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `StableAdamState`. The update returns a tree with the shapes, dtypes
-      and weak types of the gradients. `optaxclip.monitor` finds the record in the field `clip`.
+      A transformation with a `StableAdamState`. Updates keep their shapes, dtypes, and weak types.
+      `optaxclip.monitor` finds the record in the field `clip`.
 
     Raises:
-      ValueError: If a decay is out of its range, or if `eps` or the threshold is negative, NaN or
-        not a scalar.
+      ValueError: If a decay is out of range, or if `eps` or the threshold is negative, NaN, or not
+        a scalar.
       TypeError: If an argument is not a number. Also raised by `update` for sparse leaves.
 
     Example:
@@ -126,9 +114,8 @@ def scale_by_stable_adam(
         flat = check_dense(flatten(params, "params"), name)
         clip_state = clip.init(params)
         count = jnp.zeros(len(clip_state.info.names), jnp.int32)
-        return StableAdamState(
-            clip_state, count, zero_moments(flat), zero_moments(flat, real_only=True)
-        )
+        mu, nu = zero_moments(flat), zero_moments(flat, real_only=True)
+        return StableAdamState(clip_state, count, mu, nu)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -139,10 +126,10 @@ def scale_by_stable_adam(
         plan = make_plan(flat, scope, checked, state.clip.info.names, state.count.size)
 
         mu, nu = (NamedMoments.create(tree) for tree in (state.mu, state.nu))
-        # The gradients and their averages, lists of [*leaf]
+        # Lists of [*leaf]
         leaves = (flat.inexact_leaves(), mu.get(flat, name), nu.get(flat, name))
-        dtype = norm_dtype(average.dtype for average in leaves[2])
-        # The weights of the current step in the unbiased averages, f32[tensors]
+        dtype = numerics.norm_dtype(average.dtype for average in leaves[2])
+        # The weights of the current step in the averages, [tensors]
         weights = [_ema_weight(beta, safe_increment(state.count), dtype) for beta in betas]
         ratios = _ratios(*leaves, weights[1:], eps, of_leaf=_ratio, plan=plan)
         _, clip_state = clip.update(flat.unflatten(ratios), state.clip)
@@ -152,12 +139,9 @@ def scale_by_stable_adam(
         columns = [*weights, clip_state.info.factor.astype(dtype)]
         rows = _directions(*leaves, columns, eps, of_leaf=_direction, plan=plan)
         directions, new_mu, new_nu = ([row[k] for row in rows] for k in range(3))
-        return flat.unflatten(directions), StableAdamState(
-            clip_state,
-            safe_increment(state.count, is_counted),
-            mu.replace(flat, new_mu),
-            nu.replace(flat, new_nu),
-        )
+        count = safe_increment(state.count, is_counted)
+        averages = (mu.replace(flat, new_mu), nu.replace(flat, new_nu))
+        return flat.unflatten(directions), StableAdamState(clip_state, count, *averages)
 
     return transformation(init, update)
 
@@ -172,7 +156,6 @@ def _map_leaves(
     of_leaf: Callable[..., Any],
     plan: Plan,
 ) -> list[Any]:
-    """Calls `of_leaf` with the gradients, averages, columns of the tensors and `eps`."""
     # [columns, tensors] -> [columns, *tensors of the leaf] for all leaves
     columns = plan.slice_for_leaves(meshes.stack(per_tensor), grads)
     return [of_leaf(*row, eps) for row in zip(grads, mus, nus, columns, strict=True)]
@@ -189,10 +172,10 @@ _directions = global_view(
 def _ratio(grad: Any, mu: Array, nu: Array, per_tensor: Array, eps: Any) -> Array:
     """Divides the gradient by the root of the new average of its squares."""
     g, nu = _cast_grad(grad, mu), nu.astype(wide_dtype(nu.dtype))
-    # Non-finite elements are kept, because their ratios are non-finite anyway. If they were
-    # replaced as in `_direction`, XLA would store an array per leaf (as of JAX 0.10.2).
-    # [*leaf]
-    nu = _update_average(nu, norms.l2.map(map_real_imag(_clamp_to_squarable, g)), per_tensor[0])
+    # Ratios of non-finite elements are non-finite anyway. If the elements were replaced as in
+    # `_direction`, XLA would materialize an array per leaf (as of JAX 0.10.2).
+    square = norms.l2.map(numerics.map_real_imag(_clamp_to_squarable, g))
+    nu = _update_average(nu, square, per_tensor[0])
     return _divide_by_rms(g, nu, eps, lax.max)
 
 
@@ -204,38 +187,37 @@ def _direction(
     mu_weight, nu_weight, factor = per_tensor
     state_dtypes = [jnp.finfo(x.dtype).dtype for x in (mu, nu)]
     g = _cast_grad(grad, mu)
-    g = map_real_imag(_clamp_to_squarable, select(jnp.isfinite(g), g, 0))
-    # The computation uses float32 or wider, because a trainer may have cast the state.
+    g = numerics.map_real_imag(_clamp_to_squarable, numerics.select(jnp.isfinite(g), g, 0))
+    # Compute in float32 or wider, because a trainer may have cast the state.
     mu, nu = (x.astype(wide_dtype(x.dtype)) for x in (mu, nu))
     mu = _update_average(mu, g, mu_weight)
     nu = _update_average(nu, norms.l2.map(g), nu_weight)
     x, direction = jnp.asarray(grad), _divide_by_rms(mu, nu, eps, lax.add)
     direction = scale_by_real(direction, _expand_to(factor, nu))
-    mu = map_real_imag(lambda part: saturating_cast(part, state_dtypes[0]), mu)
-    nu = saturating_cast(nu, state_dtypes[1])
-    return match_weak_type(direction.astype(x.dtype), x), mu, nu
+    mu = numerics.map_real_imag(lambda part: numerics.saturating_cast(part, state_dtypes[0]), mu)
+    nu = numerics.saturating_cast(nu, state_dtypes[1])
+    return numerics.match_weak_type(direction.astype(x.dtype), x), mu, nu
 
 
 def _update_average(average: Array, new: Array, weight: Array) -> Array:
-    """Updates an average with weights per tensor."""
     # `lax` functions are faster to trace than operators (as of JAX 0.10.2).
     return lax.add(average, scale_by_real(lax.sub(new, average), _expand_to(weight, new)))
 
 
 def _expand_to(per_tensor: Array, elements: Array) -> Array:
-    """Adds trailing axes to numbers per tensor, so they broadcast to the elements of the leaf."""
-    per_tensor = per_tensor.astype(accumulation_dtype(elements.dtype))
-    return expand_dims_at(per_tensor, tuple(range(per_tensor.ndim, elements.ndim)))
+    """Adds trailing axes to per-tensor numbers so that they broadcast to elements."""
+    per_tensor = per_tensor.astype(numerics.accumulation_dtype(elements.dtype))
+    return numerics.expand_dims_at(per_tensor, tuple(range(per_tensor.ndim, elements.ndim)))
 
 
 def _cast_grad(grad: Any, mu: Array) -> Array:
-    """Casts a gradient to the wide dtype of its average, which is real for real parameters."""
+    """Casts a gradient to the wide dtype of its average."""
     g = jnp.asarray(grad)
     return (g if jnp.iscomplexobj(mu) else g.real).astype(wide_dtype(mu.dtype))
 
 
 def _ema_weight(beta: Any, count: Array, dtype: Any) -> Array:
-    """Returns the weight of the latest of `count` values in their unbiased average."""
+    """Returns the weight of the most recent of `count` values in their unbiased average."""
     beta = jnp.asarray(beta).astype(dtype)
     # (1 - beta) / (1 - beta**count) without cancellation for beta near 1
     weight = (1 - beta) / -jnp.expm1(count.astype(dtype) * jnp.log(beta))
@@ -247,14 +229,14 @@ def _divide_by_rms(
 ) -> Array:
     """Computes `x / combine(sqrt(square), eps)`, or 0 if both are 0."""
     eps = lax.max(jnp.asarray(eps).astype(square.dtype), square.dtype.type(0))
-    is_positive, root = sqrt_where_positive(square)
-    # Without `eps`, use 0 / inf instead of 0 / 0. Note that the derivatives are then 0 too.
-    zero_divisor = lax.full_like(square, select(eps == 0, jnp.inf, eps))
-    divisor = select(is_positive, combine(root, eps), zero_divisor)
-    return map_real_imag(lambda part: lax.div(part, divisor), x)
+    is_positive, root = numerics.sqrt_where_positive(square)
+    # If `eps` is 0, compute 0 / inf instead of 0 / 0. The derivatives are then also 0.
+    zero_divisor = lax.full_like(square, numerics.select(eps == 0, jnp.inf, eps))
+    divisor = numerics.select(is_positive, combine(root, eps), zero_divisor)
+    return numerics.map_real_imag(lambda part: lax.div(part, divisor), x)
 
 
 def _clamp_to_squarable(x: Array) -> Array:
-    """Clamps `x` so the sum of two squares does not overflow."""
+    """Clips elements so that the sum of two squares does not overflow."""
     bound = math.sqrt(jnp.finfo(x.dtype).max / 2) * (1 - 1e-6)
     return lax.clamp(x.dtype.type(-bound), x, x.dtype.type(bound))

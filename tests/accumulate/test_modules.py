@@ -68,16 +68,24 @@ def changed_in_the_loss():
 MERGE, COMBINE = r"nnx\.merge\(graph, params, rest, copy=True\)", r"eqx\.combine\(params, static\)"
 REFUSED = {
     "key": (lambda: (Centred(nnx.RngKey(jnp.ones(2))), 1.0), "RngKey '0/mean'", MERGE),
-    "array": (lambda: Centred(jnp.zeros(2)), "array 'mean' of NNX, which is not a Param", MERGE),
-    "state": (lambda: nnx.state(Centred(jnp.zeros(2))), "array 'mean' of NNX", MERGE),
+    "array": (lambda: Centred(jnp.zeros(2)), "NNX array 'mean' instead of a Param", MERGE),
+    "state": (
+        lambda: nnx.state(Centred(jnp.zeros(2))),
+        "NNX array 'mean' instead of a Param",
+        MERGE,
+    ),
     "two places": (
         lambda: nnx.List([nnx.Param(jnp.ones(2))] * 2),
-        "Param '0' is also '1', which JAX would use as two",
+        "the shared NNX Param '0', also at '1'",
         MERGE,
     ),
     "changed": (changed_in_the_loss, "Cannot mutate", MERGE),
-    "function": (mlp, "leaf 'activation', <.*, not an array", COMBINE),
-    "number": (lambda: (1.0, equinox().nn.Dropout(0.5)), "leaf '1/p', 0.5, not an", COMBINE),
+    "function": (mlp, "non-array leaf 'activation' = <.* of an Equinox", COMBINE),
+    "number": (
+        lambda: (1.0, equinox().nn.Dropout(0.5)),
+        "non-array leaf '1/p' = 0.5 of an",
+        COMBINE,
+    ),
     "no function": (
         lambda: equinox().filter(mlp(), equinox().is_inexact_array),
         "'NoneType' object is not callable",
@@ -177,5 +185,5 @@ def test_modules_page_matches_equinox():
 
 def test_states_refuse_leaves_without_dtype():
     state = nnx.State({"w": nnx.Param(jnp.ones(2)), "mean": object()})
-    with pytest.raises(TypeError, match="the array 'mean' of NNX, which is not a Param"):
+    with pytest.raises(TypeError, match="the NNX array 'mean' instead of a Param"):
         GRAD_FN.init(state, X)

@@ -50,7 +50,7 @@ def test_remedy_installs_checkout(tmp_path, monkeypatch):
 
 
 def test_main_is_quiet_after_interrupt(capsys, monkeypatch):
-    def interrupt(_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command_line, "_run_suggest", interrupt)

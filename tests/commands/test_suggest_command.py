@@ -26,7 +26,7 @@ def test_suggest_command_prints_suggestion(log, capsys, monkeypatch):
     assert main(["suggest", str(log)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("threshold ")
-    assert "the norms are those of 'grad_norm'" in printed
+    assert "the norms are from 'grad_norm'" in printed
     monkeypatch.setattr(sys, "stdin", io.StringIO(log.read_text()))
     assert main(["suggest", "-", "--column", "other_norm", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -37,7 +37,7 @@ def test_suggest_command_draws_picture(log, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["suggest", str(log), "--plot", str(tmp_path / "norms")]) == 0
     assert (tmp_path / "norms.png").stat().st_size > 10_000
-    assert "picture: " in capsys.readouterr().out
+    assert "plot: " in capsys.readouterr().out
 
 
 def test_suggest_command_explains_wrong_input(log, capsys):

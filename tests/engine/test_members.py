@@ -137,7 +137,7 @@ WRONG = {
     "other numbers": (
         {"w": jnp.ones((2, 3)), "b": jnp.ones(3)},
         0,
-        "the same number of members .* 'w': 2",
+        "the same size along axis .* 'w': 2",
     ),
     "no axis": ({"w": jnp.ones((2, 3)), "b": jnp.ones(2)}, 1, r"axes .* leaf 'b' of shape"),
     "a scalar": ({"b": jnp.ones(())}, 0, "for leaf 'b' of shape"),
@@ -164,7 +164,7 @@ def test_ensemble_member_accepts_empty_tree():
 
 def test_member_refuses_sparse_leaves():
     leaf = BCOO((jnp.ones(2), jnp.array([[0, 1], [1, 2]])), shape=(2, 3))
-    with pytest.raises(ValueError, match="leaf 'w' must be dense to have members"):
+    with pytest.raises(ValueError, match="leaf 'w' must be dense, got a BCOO"):
         clip_by(scopes.ensemble_member(), 1.0).init({"w": leaf})
 
 

@@ -237,11 +237,11 @@ def test_max_logits_compare_in_float32_or_wider():
 ERRORS = {
     "no params": (
         {"params": None},
-        r"params must be passed to the update, got None; .*max_logits=\.\.\.",
+        r"params must be passed to update, got None; .*max_logits=\.\.\.",
     ),
     "no logits": (
         {"logits": None},
-        r"max_logits must be passed to the update, got None; call update",
+        r"max_logits must be passed to update, got None; call update",
     ),
     "other params": (
         {"params": {"query": LAYER["query"]}},
@@ -251,9 +251,9 @@ ERRORS = {
         {"logits": {"body/0": FIRST}},
         r"an array for the parameter 'key', got arrays for \['bo",
     ),
-    "batch": ({"logits": jnp.ones((3, 2))}, r"shape \(2,\).*'key', got \(3, 2\); pass the larg"),
+    "batch": ({"logits": jnp.ones((3, 2))}, r"shape \(2,\).*'key', got \(3, 2\); return None for"),
     "integers": ({"logits": jnp.arange(2)}, "max_logits must have floating-point leaves"),
-    "complex": ({"logits": jnp.ones(2, complex)}, "max_logits must have real leaves"),
+    "complex": ({"logits": jnp.ones(2, complex)}, "max_logits must contain real arrays"),
     "tau": ({"tau": -1.0}, "tau must not be negative"),
     "no function": ({"heads": "query"}, "heads must be a function"),
     "no heads": (
@@ -263,29 +263,29 @@ ERRORS = {
     "nowhere": ({"heads": lambda *_: None}, r"got None for all of \['key', 'query'\]"),
     "axis": (
         {"heads": lambda *_: Heads(3)},
-        r"must have axes of leaf 'key' of shape \(1, 2, 2\), got \(3,\)",
+        r"must use axes of leaf 'key' of shape \(1, 2, 2\), got \(3,\)",
     ),
     "axis below": (
         {"heads": lambda *_: Heads(-4)},
-        r"must have axes of leaf 'key' .*, got \(-4,\)",
+        r"must use axes of leaf 'key' .*, got \(-4,\)",
     ),
-    "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "must have axes of leaf 'key'"),
+    "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "must use axes of leaf 'key'"),
     "no axis of entries": (
         {"heads": lambda *_: Heads(1, ((2, 1.0),), head_dim_axis=3)},
-        "must have axes of leaf 'key'",
+        "must use axes of leaf 'key'",
     ),
     "half a head": (
         {"heads": lambda *_: Heads(-1, ((3, 1.0),))},
-        r"must divide axis 2 of leaf 'key' .* into heads, got heads of 3 elements",
+        r"must divide axis 2 of leaf 'key' .*, got 3 elements per head",
     ),
     "heads as entries": (
         {"heads": lambda *_: Heads((0, 1), ((1, 1.0),), head_dim_axis=0)},
-        r"must divide axis 0 of leaf 'key' .* into heads, got heads of 1 elements",
+        r"must divide axis 0 of leaf 'key' .*, got 1 elements per head",
     ),
-    "twice": ({"heads": lambda *_: Heads((1, -2))}, "must have different axes for leaf 'key' "),
+    "twice": ({"heads": lambda *_: Heads((1, -2))}, "must use distinct axes of leaf 'key', "),
     "entries": (
         {"heads": lambda *_: Heads(1, ((3, 1.0),))},
-        "into heads, got heads of 3 elements",
+        r"must divide axis 2 of leaf 'key' .*, got 3 elements per head",
     ),
 }
 

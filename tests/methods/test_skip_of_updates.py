@@ -108,7 +108,7 @@ def test_skip_above_rejects_unknown_judge():
     ):
         skip_above(optax.sgd(0.1), 1.0, check="grads")
     with pytest.raises(
-        ValueError, match="known_norm must be None with check='updates', got 'grad_norm'; use"
+        ValueError, match=r"known_norm must be None with check='updates', got 'grad_norm'$"
     ):
         skip_above(optax.sgd(0.1), 1.0, check="updates", known_norm="grad_norm")
 
@@ -144,11 +144,11 @@ def test_skip_of_updates_refuses_accumulators():
     multi_steps = optax.MultiSteps(adam, 2).gradient_transformation()
     order = r"use optax\.MultiSteps\(skip_above\(optimizer, \.\.\.\), k\)$"
     for inner in (multi_steps, optax.chain(optax.clip(1.0), multi_steps)):
-        with pytest.raises(ValueError, match=f"MultiStepsState in its state.*{order}"):
+        with pytest.raises(ValueError, match=f"MultiStepsState.*{order}"):
             skip_above(inner, 1.0, check="updates").init(PARAMS)
         skip_above(inner, 1.0).init(PARAMS)
     order = r"use optax\.chain\(skip_above\(optimizer, \.\.\.\), optax\.apply_every\(k\)\)$"
-    with pytest.raises(ValueError, match=f"ApplyEvery in its state.*{order}"):
+    with pytest.raises(ValueError, match=f"ApplyEvery.*{order}"):
         skip_above(optax.chain(adam, apply_every), 1.0, check="updates").init(PARAMS)
 
 

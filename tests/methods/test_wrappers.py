@@ -105,7 +105,7 @@ def test_offending_parts_explain_skipped_norm(number, threshold, parts, blamed):
     number, threshold, parts = map(jnp.float32, (number, threshold, parts))
     is_bad = ~jnp.isfinite(number)
     found = skip.RuleResult(number, threshold, (), ~is_bad & (number > threshold), is_bad)
-    assert found.find_offending(parts).tolist() == blamed
+    assert found.find_bad_leaves(parts).tolist() == blamed
 
 
 def test_skip_nonfinite_without_names_accepts_missing_leaf():
