@@ -1,4 +1,4 @@
-"""Plots with a row per leaf, layer or group: elements by size, and statistics over the steps."""
+"""Plots with one row per leaf, layer, or group."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,10 +37,7 @@ NEAR_EXPONENTS = 32
 
 
 class HeatmapStyle(NamedTuple):
-    """The label of a statistic, the limits of its color scale, and the name of a colormap.
-
-    Without limits, the scale is logarithmic, from the smallest to the largest value.
-    """
+    """The style of a statistic. If `limits` is None, the color scale is logarithmic."""
 
     label: str
     limits: tuple[float, float] | None = None
@@ -67,22 +64,22 @@ def heatmap(
     *,
     stat: str = "norm",
 ) -> "Axes":
-    """Draws a statistic of leaves, layers or groups over the steps as colors.
+    """Draws a statistic of leaves, layers, or groups over the steps as colors.
 
-    The color scale is fixed from 0 to 1 for fractions and from -1 to 1 for cosines, and logarithmic
-    for all other statistics. Red cells are non-finite. At most 40 names are shown.
+    The color scale is fixed for fractions (0 to 1) and cosines (-1 to 1), and logarithmic for all
+    other statistics. Red cells are non-finite. At most 40 names are shown.
 
     Args:
-      values: float[n, groups], as returned by `monitor.history(state, stat=...)`.
-      names: The names of the groups, as returned by `monitor.history_names`.
+      values: float[n, groups], the result of `monitor.history(state, stat=...)`.
+      names: The names of the groups, the result of `monitor.history_names`.
       steps: The ascending steps of the rows, int[n]. Defaults to 0, 1, ...
       ax: The axes to use. Defaults to new axes, with a legend for non-finite values.
       stat: The name of the statistic, as in `monitor.record`. Defaults to "norm".
 
     Raises:
-      ValueError: If `values` does not have two axes or is empty, the number of names or steps does
-        not match, or the statistic is unknown.
-      TypeError: If a value is not a real number, or rows have different lengths.
+      ValueError: If `values` does not have two axes or is empty, if the number of names or steps
+        does not match, or if the statistic is unknown.
+      TypeError: If a value is not a real number, or if rows have different lengths.
 
     Example:
       >>> from optaxclip import plots
@@ -148,7 +145,7 @@ def _cell_edges(x: Numbers) -> Numbers:
 
 
 class DtypeBand(NamedTuple):
-    """The name of a floating-point dtype, and its range as exponents of two."""
+    """A floating-point dtype and its range as exponents of two."""
 
     name: str
     bottom: int  # of half the smallest number, below which values are rounded to 0
@@ -164,34 +161,32 @@ def element_histogram(
 ) -> "Axes":
     """Draws the number of elements by size, and marks elements outside the ranges of dtypes.
 
-    A row has one bar per power of two. The height of a bar is a fraction of the non-zero elements
-    of the row, on a logarithmic scale that starts at a millionth. The label of the axis contains
-    the number of non-finite elements and the fraction of zeros.
+    A row has one bar per power of two. The height of a bar is the fraction of the row's nonzero
+    elements, on a logarithmic scale that starts at a millionth. The axis label shows the number of
+    non-finite elements and the fraction of zeros.
 
-    Bands above the rows show the ranges of the dtypes. The pale part of a band contains subnormal
-    numbers, which have fewer digits. Elements outside a band would become 0 or infinite. The
-    percentages to the right of a row are the fractions of such elements, in the colors of the
-    dtypes. Bars outside the range of the first dtype are orange and hatched.
+    Bands above the rows show the ranges of the dtypes. The pale part of a band is the subnormal
+    range, which has fewer significant digits. Elements outside a band would become 0 or overflow,
+    and their percentages are shown to the right of the rows. Bars outside the range of the first
+    dtype are orange and hatched.
 
     Args:
-      histogram: A histogram from `monitor.histograms`, or its dict of histograms for one row each.
+      histogram: A histogram from `monitor.histograms`, or the whole dict for one row per histogram.
       dtypes: At most 7 floating-point dtypes, for example `(jnp.float16, jnp.float8_e5m2)`.
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no histograms, no finite non-zero elements, or too many dtypes.
-      TypeError: If `histogram` contains a value of another type, or `dtypes` contains a dtype that
-        is not a floating-point dtype.
+      ValueError: If there are no histograms, no finite nonzero elements, or too many dtypes.
+      TypeError: If `histogram` contains another type, or if `dtypes` contains a dtype that is not a
+        floating-point dtype.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax.numpy as jnp
       >>> from optaxclip import monitor, plots
       >>> tx = monitor.histogram(every=1)
       >>> grads = {"w": jnp.array([1e-9, 1e-3, 2.0, 0.0])}
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> ax = plots.element_histogram(monitor.histograms(state), dtypes=("float16",))
-      >>> print([label.get_text() for label in ax.get_yticklabels()])
-      ['float16', 'w']
       >>> print([text.get_text() for text in ax.texts])
       ['lost in float16', '33 %']
     """
@@ -257,7 +252,7 @@ def _compute_bands(dtypes: Sequence[Any]) -> list[DtypeBand]:
 
 
 def _draw_row(ax: "Axes", row: Histogram, base: int, band: DtypeBand | None) -> None:
-    """Draws the bars of a row above `base`, in another style outside of the band."""
+    """Draws the bars of a row above `base`, in a different style outside the band."""
     counts, edges = row.list_by_exponent()  # [bins], [bins + 1]
     exponents = edges[:-1]
     # Counts of 0 have no logarithm. Their bars are not drawn below.

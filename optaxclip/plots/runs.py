@@ -1,4 +1,4 @@
-"""Plots of losses, norms and thresholds of training runs."""
+"""Plots of losses, norms, and thresholds of training runs."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,8 @@ def loss_curves(
 ) -> "Axes":
     """Draws the losses of runs over the steps.
 
-    The axis ends slightly above the largest initial loss because a diverged run would flatten the
-    curves of all other runs. Crosses at the top mark steps at which a loss becomes non-finite.
+    The axis ends slightly above the largest initial loss, because a diverged run would otherwise
+    flatten the remaining curves. Crosses at the top mark steps on which a loss becomes non-finite.
 
     Args:
       losses: A dict from run names to losses, float[n].
@@ -44,7 +44,7 @@ def loss_curves(
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no runs, a run has no losses, or shapes do not match.
+      ValueError: If there are no runs, if a run has no losses, or if shapes do not match.
       TypeError: If `losses` is not a dict of real numbers.
 
     Example:
@@ -73,19 +73,18 @@ def norm_curves(
 ) -> "Axes":
     """Draws the gradient norms of runs over the steps on a logarithmic axis.
 
-    Crosses at the top mark steps at which a norm becomes non-finite.
+    Crosses at the top mark steps on which a norm becomes non-finite.
 
     Args:
       norms: A dict from run names to norms, float[n].
       steps: The steps of the norms, int[n]. Defaults to 0, 1, ...
-      threshold: A norm to mark with a horizontal line. For a threshold that changes during
-        training, use `norms_over_steps`.
+      threshold: A threshold, drawn as a horizontal line. If the threshold changes during training,
+        use `norms_over_steps` instead.
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no runs, a run has no norms, or shapes do not match.
-      TypeError: If `norms` is not a dict of real numbers, or `threshold` is not a real number. For
-        example, it may be an array with one threshold per step.
+      ValueError: If there are no runs, if a run has no norms, or if shapes do not match.
+      TypeError: If `norms` is not a dict of real numbers, or if `threshold` is not a real number.
 
     Example:
       >>> from optaxclip import plots
@@ -116,20 +115,20 @@ def norms_over_steps(
 ) -> "Axes":
     """Draws the norms of one run on a logarithmic axis, and marks norms above a threshold.
 
-    Triangles mark norms above the threshold, and crosses at the top mark non-finite norms. Note
-    that a suggestion does not count the warm-up. Its triangles therefore only mark later steps.
+    Triangles mark norms above the threshold, and crosses at the top mark non-finite norms. For a
+    suggestion, triangles do not mark norms of the warm-up.
 
     Args:
       norms: The norms before clipping, float[n], or the result of `optaxclip.tuning.suggest`, which
         also contains a threshold.
-      threshold: A threshold, or the thresholds of all steps, float[n]. It can differ from the
-        threshold that was used in the run. Infinite thresholds are not drawn.
+      threshold: A threshold, or float[n] with one threshold per step. It does not need to be the
+        threshold used in the run. Infinite thresholds are not drawn.
       steps: The steps of the norms, int[n]. Defaults to the steps of the suggestion or 0, 1, ...
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no norms, the norms have more than one axis, shapes do not match, or
-        `threshold` is used with a suggestion.
+      ValueError: If there are no norms, if the norms have more than one axis, if shapes do not
+        match, or if `threshold` is used with a suggestion.
       TypeError: If a norm is not a real number.
 
     Example:
@@ -180,11 +179,11 @@ def norms_over_steps(
 
 
 def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
-    """Draws a histogram of the norms after the warm-up, with the suggested threshold.
+    """Draws a histogram of the norms after the warm-up, and the suggested threshold.
 
     Spikes, which are much larger than the norms of neighboring steps, have a separate color. Norms
-    above the threshold that are not spikes also have a separate color. They can occur when the
-    typical norm changes during training.
+    above the threshold that are not spikes occur if the typical norm changes during training. They
+    also have a separate color.
 
     Args:
       suggestion: The result of `optaxclip.tuning.suggest`.
@@ -241,10 +240,9 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     """Draws the final losses of a sweep over thresholds.
 
-    Crosses at the top mark diverged runs, in which the final loss is non-finite or above the first
-    loss. The dotted line shows the best loss, and bars show the noise of the losses. A loss with a
-    bar that reaches the dotted line is considered equal to the best loss. The suggested threshold
-    is the largest threshold with such a loss.
+    The dotted line shows the best loss, and bars show the noise of the losses. If a bar reaches the
+    dotted line, the loss is considered equal to the best loss. Crosses at the top mark diverged
+    runs, in which the final loss is non-finite or above the first loss.
 
     Args:
       result: The result of `optaxclip.tuning.sweep`.
@@ -260,8 +258,8 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
       ...     loss, grad = jax.value_and_grad(lambda x: (x - batch) ** 2)(x)
       ...     grad, norm = ops.clip_by_global_norm(grad, threshold)
       ...     return x - 1.1 * grad, loss, norm
-      >>> key, data = jax.random.key(0), jnp.full(20, 9.0)
-      >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=key, data=data)
+      >>> data = jnp.full(20, 9.0)
+      >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=0, data=data)
       >>> ax = plots.sweep_curve(result)
       >>> print(ax.get_legend_handles_labels()[1][1:3])
       ['best loss', 'suggested threshold 0.01']
@@ -295,7 +293,6 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
 def _check_runs(
     series: Curves, steps: HostArrayLike | None, name: str
 ) -> dict[str, tuple[Numbers, Numbers]]:
-    """Returns the steps and the values of runs."""
     if not isinstance(series, Mapping):
         raise TypeError(
             f"{name} must be a dict from run names to {name}, such as {{'run': {name}}}, got "
@@ -326,11 +323,7 @@ def _draw_lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> No
 
 
 def _mark_nonfinite(ax: "Axes", x: Numbers, y: Numbers, line: "Line2D") -> None:
-    """Extends a line to a cross at the upper edge where its values become non-finite.
-
-    The position of the edge is computed when the figure is drawn, so the limits of the axes can
-    change until then.
-    """
+    """Extends a line to a cross at the top of the axes where its values become non-finite."""
     from matplotlib.patches import ConnectionPatch
 
     bad = ~np.isfinite(y)

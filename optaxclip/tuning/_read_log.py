@@ -1,4 +1,4 @@
-"""Reads the gradient norms of a log."""
+"""Reads gradient norms from a log."""
 
 import importlib
 import io
@@ -70,31 +70,32 @@ def read_log(
     column: str | None = None,
     pattern: str | re.Pattern[str] | None = None,
 ) -> "pd.Series":
-    r"""Reads the gradient norms and their steps from a log.
+    r"""Reads gradient norms and their steps from a log.
 
-    You can use tables (CSV, TSV, Markdown, also in long format with one number per row), JSON, JSON
+    Supported formats are tables (CSV, TSV, Markdown, also with one number per row), JSON, JSON
     lines, states such as `trainer_state.json`, TensorBoard's JSON and event files, `.npy` files,
-    and text. If a step is repeated, for example after a restart, its norm replaces the earlier
-    norms of this step and all later steps. If the steps start again from 0 in each epoch, they are
-    converted to global steps. If there are no steps, the norms are numbered from 0. Blank cells are
-    ignored. However, null in JSON is read as NaN.
+    and text. Blank cells are ignored, and null in JSON is read as NaN.
+
+    If a step is repeated, for example after a restart, its norm replaces the earlier norms of this
+    step and of later steps. If the steps restart in each epoch, they are converted to global steps.
+    If there are no steps, the norms are numbered from 0.
 
     Args:
       path: A path or an open text file.
-      column: The name of the column, key or tag. By default, it is the name that clearly denotes
+      column: The name of the column, key, or tag. By default, it is the name that clearly denotes
         the gradient norm, such as `train/grad_norm`.
       pattern: A regular expression for text logs, which can match several times per line. It must
         have the groups `name` and `value`, or one group per column, for example
         `r"it (?P<step>\d+) gn (?P<grad_norm>\S+)"`. By default, it finds `name: value`,
-        `name=value`, `name value` and `name | value`.
+        `name=value`, `name value`, and `name | value`.
 
     Returns:
       A pandas Series of float64[norms] with the steps as its index and the column as its name.
 
     Raises:
       ImportError: If pandas is not installed, or TensorBoard for event files.
-      ValueError: If the column is missing or contains text, or if `column` is required because no
-        name or several names may denote the gradient norm.
+      ValueError: If the column is missing or contains text, or if `column` is None and no name or
+        several names may denote the gradient norm.
 
     Example:
       >>> import io
@@ -148,7 +149,7 @@ def _import(name: str) -> Any:
 
 
 def _read_table(text: str, pattern: re.Pattern[str], source: str) -> Any:
-    """Returns the columns of a text, with strings, numbers, NaN and blank cells."""
+    """Returns the columns of a text. Cells are strings, numbers, NaN, or blank."""
     pd = _import("pandas")
     lines = [line for line in re.split(r"\r\n|\n|\r", text) if line.strip()]
     if not lines:
@@ -253,7 +254,7 @@ def _pairs(line: str, pattern: re.Pattern[str]) -> list[tuple[str, str]]:
 
 
 def _text_records(lines: list[str], pattern: re.Pattern[str]) -> Iterator[dict[str, Any]]:
-    """Yields dicts from names to numbers. A name that is already in the dict starts a new one."""
+    """Yields dicts from names to numbers. A repeated name starts a new dict."""
     record: dict[str, Any] = {}
     for line in lines:
         pairs: list[tuple[str, Any]] = _pairs(line, pattern)
@@ -274,7 +275,7 @@ def _text_records(lines: list[str], pattern: re.Pattern[str]) -> Iterator[dict[s
 
 
 def _pivot(table: Any) -> Any:
-    """Converts a table in long format, with one number per row, to one column per key."""
+    """Converts a table with one number per row to one column per key."""
     keys, values = ([n for n in table if x.fullmatch(_last_part(n))] for x in (KEY, VALUE))
     if len(keys) != 1 or len(values) != 1:
         return table
@@ -284,7 +285,7 @@ def _pivot(table: Any) -> Any:
 
 
 def _choose(names: list[str], source: str) -> str:
-    """Chooses the column with the gradient norm, or raises an error that lists the columns."""
+    """Returns the name of the column with the gradient norm."""
     if not names:
         raise ValueError(
             f"path must be a log with names and numbers, got none in {source}; pass a pattern"

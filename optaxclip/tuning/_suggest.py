@@ -44,12 +44,12 @@ ADAPTIVE: dict[Regime, Method] = {
 
 
 class Alternative(NamedTuple):
-    """An alternative clipping method.
+    """A clipping method to use instead of a constant threshold.
 
     Attributes:
       call: The code that constructs the method.
-      clipped_fraction: The fraction of the analyzed norms that the method would have clipped.
-      reason: A short explanation of when to use the method.
+      clipped_fraction: The fraction of norms that the method would have clipped.
+      reason: When to use the method.
     """
 
     call: str
@@ -59,28 +59,26 @@ class Alternative(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Suggestion:
-    """A suggested threshold for recorded norms. You can `print` it to see an explanation.
+    """A threshold for recorded norms. You can `print` it to see an explanation.
 
     Attributes:
-      recommendation: "constant", "adaptive" or "none". Use the constant `threshold` if it is
-        "constant". Use the method `adaptive` if it is "adaptive", because the level changes too
-        much for a constant threshold. With "none", no threshold can be suggested, and `warnings`
-        explains why.
+      recommendation: "constant" if you should use `threshold`, or "adaptive" if you should use the
+        method `adaptive`, because the level changes too much for a constant threshold. If it is
+        "none", `warnings` explains why no threshold can be suggested.
       threshold: The best constant threshold. It is NaN if the recommendation is "none".
-      regime: The type of change of the level after the warm-up: "stationary", "drifting" or
-        "stepped".
+      regime: How the level changes after the warm-up: "stationary", "drifting", or "stepped".
       level_ratio: The ratio of the highest to the lowest level after the warm-up. It is 1 if the
         level is stationary.
       warmup_steps: The number of initial norms outside the range of later norms, at most a tenth of
         all norms.
       typical_norm: The median of the norms after the warm-up, without spikes.
-      spread: The standard deviation of the logarithms of ordinary norms above their level.
-      warnings: Reasons why the suggestion may be wrong. Check these first.
+      spread: The standard deviation of the logarithms of typical norms above their level.
+      warnings: Reasons why the suggestion may be wrong. Read them first.
       notes: Additional facts and advice.
       num_nonfinite: The number of norms that are NaN or infinite.
       num_zeros: The number of norms that are zero.
       norms: float64[n], all norms.
-      steps: int64[n], the steps at which the norms were recorded.
+      steps: int64[n], the steps of the norms.
       is_spike: bool[n], True for norms after the warm-up that are far above their level.
     """
 
@@ -101,7 +99,7 @@ class Suggestion:
 
     @property
     def is_used(self) -> Flags:
-        """Flags for the finite positive norms after the warm-up, bool[n], used for fractions."""
+        """The finite positive norms after the warm-up, which fractions are based on, as bool[n]."""
         is_settled = np.arange(len(self.norms)) >= self.warmup_steps
         return is_settled & np.isfinite(self.norms) & (self.norms > 0)
 
@@ -123,13 +121,13 @@ class Suggestion:
 
     @functools.cached_property
     def tuning_free(self) -> Alternative:
-        """The recommended default for AdamW, Muon and Lion, which requires no tuning."""
+        """The recommended default for AdamW, Muon, and Lion, which requires no tuning."""
         fraction = float(np.mean(self.norms[self.is_used] > TUNING_FREE))
         reason = "the default without tuning, inside skip_nonfinite"
         return Alternative(f"clip_by_global_norm({TUNING_FREE})", fraction, reason)
 
     def __str__(self) -> str:
-        """Formats a summary with a table of methods."""
+        """Formats a summary and a table of methods."""
         doubt = " (see warnings)" if self.warnings else ""
         title, constant, adaptive = {
             "constant": (f"threshold {self.threshold:g}{doubt}", "suggested", "adaptive"),
@@ -171,7 +169,7 @@ class Suggestion:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all fields except the arrays as Python types, which can be converted to JSON."""
+        """Returns all fields except the arrays as Python types that JSON supports."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["norms"], fields["steps"], fields["is_spike"]
         return fields | {
@@ -184,7 +182,7 @@ class Suggestion:
         }
 
     def _replay(self, method: Method) -> float:
-        """Returns the fraction of used norms that a method clips."""
+        """Returns the fraction of norms that a method clips."""
         is_positive = np.isfinite(self.norms) & (self.norms > 0)
         last = self.norms[is_positive][-MAX_REPLAYED:]
         # Division by the median prevents overflow and underflow in float32.
@@ -211,23 +209,23 @@ def _replay(gradients: Any, *, make: Callable[[], optax.GradientTransformation])
 
 @validate_call()
 def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggestion:
-    """Suggests a threshold that leaves ordinary gradients unchanged and clips spikes.
+    """Suggests a threshold that clips spikes and leaves typical gradients unchanged.
 
-    The level is a running median of the log norms with a window of a twelfth of the run. The scale
-    is a robust standard deviation around the level, which is computed from the median absolute
-    deviation. Spikes are norms that are at least 1.5 times their level and lie beyond the tail of
-    the remaining, ordinary norms. The threshold is 4.5 scales above the level, or above the 0.9
-    quantile of the level if the level changes. It is between 1.5 and 8 times the level, and at most
-    1.25 times the largest ordinary norm. If the level changes by a factor of about 4, an adaptive
-    method is recommended. If the run diverged or the norms were already clipped, no threshold is
-    suggested. Note that norms must be recorded before clipping, for example with
-    `optaxclip.monitor.record` as the first stage of a chain. You can use
-    `python -m benchmarks.suggesting` to measure how often suggestions are wrong.
+    Record the norms before clipping, for example with `optaxclip.monitor.record` as the first stage
+    of a chain. If the norms were already clipped or the run diverged, no threshold is suggested.
+
+    The level of the norms is a running median over a twelfth of the run. Their scale is a robust
+    standard deviation of the log norms around the level. Spikes are norms of at least 1.5 times
+    their level that are beyond the tail of typical norms. The threshold is 4.5 scales above the
+    level, or above the 0.9 quantile of the level if the level changes. It is between 1.5 and 8
+    times the level, and at most 1.25 times the largest typical norm. If the level changes by a
+    factor of more than about 4, an adaptive method is recommended. To measure how often suggestions
+    are wrong, run `python -m benchmarks.suggesting`.
 
     Args:
-      norms: The norms of the raw gradients in the order of the steps, float[n]. You can use
-        `optaxclip.monitor.history` or `optaxclip.tuning.read_log` to get them. Norms that are NaN,
-        infinite or zero are counted and then ignored.
+      norms: The norms of the raw gradients in the order of the steps, float[n], for example from
+        `optaxclip.monitor.history` or `optaxclip.tuning.read_log`. Norms that are NaN, infinite, or
+        zero are counted but not used.
       steps: The steps of the norms, int[n]. Defaults to the index if `norms` is a pandas Series,
         and otherwise to 0, 1, ...
 
@@ -236,7 +234,7 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
 
     Raises:
       ValueError: If the norms have more than one axis or are negative, if fewer than 10 of them are
-        finite and positive, or if the shape of the steps differs from that of the norms.
+        finite and positive, or if the steps have a different shape.
       TypeError: If the norms are not real numbers.
 
     Warns:
@@ -250,8 +248,6 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
       >>> suggestion = tuning.suggest(norms)
       >>> print(suggestion.spikes, suggestion.num_nonfinite, suggestion.regime)
       [100 200] 1 stationary
-      >>> print(suggestion)  # doctest: +ELLIPSIS
-      threshold ...
     """
     values = _check_norms(norms)
     if steps is None and hasattr(norms, "to_numpy"):
@@ -334,7 +330,7 @@ def _check_norms(norms: HostArrayLike) -> Floats:
 
 
 def _loss_reasons(norms: Floats, logs: Floats, shape: Shape) -> tuple[str, ...]:
-    """Returns reasons why the run probably diverged."""
+    """Returns the reasons why the run probably diverged."""
     reasons = []
     # Medians of five norms are not affected by isolated spikes.
     near = running_median(logs, 5)  # f64[used]
