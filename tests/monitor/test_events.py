@@ -340,7 +340,7 @@ def test_events_reject_foreign_state_and_unknown_stat():
     with pytest.raises(ValueError, match=r"stat must be one of \['step', .*'worst'\], got 3$"):
         monitor.history(state, stat=3)
     lost = serialization.to_state_dict(state._replace(steps=jnp.int32(1), flags=state.flags + 1))
-    with pytest.raises(ValueError, match=r"events of clip must contain names, got a state without"):
+    with pytest.raises(ValueError, match=r"events of clip must contain names, got none"):
         monitor.history(lost)
 
 
