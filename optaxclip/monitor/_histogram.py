@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._base.float_formats as float_formats
+import optaxclip.monitor._find_states as find_states
 import optaxclip.scopes as scopes
 from optaxclip._backend.elementwise import as_arrays
 from optaxclip._backend.exponent_counts import WORD_BITS, num_counts
@@ -30,13 +31,6 @@ from optaxclip._base.validation import check_choice, check_int, validate_call
 from optaxclip._engine.measure import compute_group_histograms
 from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import Plan, get_param_leaves, make_plan, resolve_scope
-from optaxclip.monitor._find_states import (
-    check_not_vmapped,
-    fetch_to_host,
-    find_one_state,
-    names_lost_error,
-    unbox,
-)
 from optaxclip.scopes import Scope
 
 
@@ -168,12 +162,12 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
         "for example before the clipping stage to count the raw gradients"
     )
     words = {"reader": "histograms", "what": "histogram", "missing": missing}
-    state = find_one_state(opt_state, name, HistogramState, **words)
-    arrays = unbox(state.last_counted_step), unbox(state.counts)
-    step, counts = fetch_to_host(arrays, "histograms")  # i32[], u32[groups, 2, counts]
-    check_not_vmapped(step, "histograms")
+    state = find_states.find_one_state(opt_state, name, HistogramState, **words)
+    arrays = find_states.unbox(state.last_counted_step), find_states.unbox(state.counts)
+    step, counts = find_states.fetch_to_host(arrays, "histograms")  # i32[], u32[groups, 2, counts]
+    find_states.check_not_vmapped(step, "histograms")
     if not state.names and len(counts):
-        raise names_lost_error("the histogram")
+        raise find_states.names_lost_error("the histogram")
     # i64[groups, counts]
     counts = counts[:, 0].astype(np.int64) + (counts[:, 1].astype(np.int64) << WORD_BITS)
     return dict(zip(state.names, (_histogram(x, int(step)) for x in counts), strict=True))

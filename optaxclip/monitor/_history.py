@@ -5,16 +5,10 @@ from typing import Any
 
 import numpy as np
 
+import optaxclip.monitor._find_states as find_states
 from optaxclip._base.types import PyTree
 from optaxclip._base.validation import did_you_mean
 from optaxclip.monitor._events import NOT_RUN, VERDICTS, EventSource, EventsState, event_sources
-from optaxclip.monitor._find_states import (
-    check_not_vmapped,
-    fetch_to_host,
-    find_one_state,
-    names_lost_error,
-    unbox,
-)
 from optaxclip.monitor._record import RecordState
 from optaxclip.monitor._summary import has_elements
 
@@ -83,8 +77,9 @@ def history(
 
 def _fetch_rows(steps: Any, *rings: Any) -> list[Any]:
     """Returns the number of steps, and the rows of all ring buffers, oldest first."""
-    steps, rings = fetch_to_host((unbox(steps), [unbox(ring) for ring in rings]), "history")
-    check_not_vmapped(steps, "history")
+    arrays = [find_states.unbox(x) for x in (steps, *rings)]
+    steps, *rings = find_states.fetch_to_host(arrays, "history")
+    find_states.check_not_vmapped(steps, "history")
     # [window, ...] -> [min(steps, window), ...]. In a full ring buffer, the oldest row is the next
     # row to be overwritten.
     return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
@@ -118,7 +113,7 @@ def _events_history(state: EventsState, stat: str | None) -> np.ndarray[Any, np.
                 found[field] = np.where(worst == NOT_RUN, np.nan, numbers[:, i, number])
             elif stat in (None, field):
                 if not names and np.any(worst > 0):
-                    raise names_lost_error(f"the events of {source.name}")
+                    raise find_states.names_lost_error(f"the events of {source.name}")
                 found[field] = np.array(["", *names])[np.maximum(worst, 0)]
     if stat is not None:
         return found[stat]
@@ -160,8 +155,8 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
     if isinstance(state, EventsState):
         fields = _fields_of(event_sources(state.inner_state))
         return ("step", "verdict", *itertools.chain(*fields))
-    if not state.names and unbox(state.ring).size:
-        raise names_lost_error("the record")
+    if not state.names and find_states.unbox(state.ring).size:
+        raise find_states.names_lost_error("the record")
     return tuple(state.names)
 
 
@@ -171,4 +166,4 @@ def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsSta
         "example before the clipping stage to record the raw norms"
     )
     words = {"reader": "history", "what": "record", "missing": missing}
-    return find_one_state(opt_state, name, RecordState, EventsState, **words)
+    return find_states.find_one_state(opt_state, name, RecordState, EventsState, **words)

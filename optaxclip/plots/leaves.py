@@ -6,27 +6,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+import optaxclip.plots.style as style
 from optaxclip._base.types import HostArrayLike
 from optaxclip._base.validation import did_you_mean, short_repr
 from optaxclip.monitor import Histogram
-from optaxclip.plots.style import (
-    COLORS,
-    STYLES,
-    Numbers,
-    check_instance,
-    check_steps,
-    finish_axes,
-    new_axes,
-    require_matplotlib,
-    use_plain_ticks,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_LABELS = 40
 """More names next to a plot would overlap."""
-LOST_STYLE = {"color": COLORS[0], "hatch": "////", "edgecolor": "white", "linewidth": 0}
+LOST_STYLE = {"color": style.COLORS[0], "hatch": "////", "edgecolor": "white", "linewidth": 0}
 IN_RANGE_STYLE = {"color": "0.6", "linewidth": 0}
 DECADES, MAX_BAR_HEIGHT, MIN_BAR_HEIGHT = 6, 0.85, 0.03
 """The powers of ten of the fractions in a row, and the heights of its largest and smallest bar."""
@@ -91,7 +81,7 @@ def heatmap(
         hint = did_you_mean(str(stat), HEATMAP_STYLES)
         raise ValueError(f"stat must be one of {list(HEATMAP_STYLES)}, got {stat!r}{hint}")
     look = HEATMAP_STYLES[stat]
-    with require_matplotlib():
+    with style.require_matplotlib():
         from matplotlib import colormaps
         from matplotlib.colors import LogNorm, Normalize
 
@@ -105,8 +95,8 @@ def heatmap(
         of = "" if names is None else f" and {len(names)} names"
         remedy = "; record some steps first" if found.ndim == 2 and not len(found) else ""
         raise ValueError(f"values must be [steps, leaves], got shape {found.shape}{of}{remedy}")
-    x = check_steps(steps, len(found), "the rows of values")
-    axes = new_axes(ax)
+    x = style.check_steps(steps, len(found), "the rows of values")
+    axes = style.new_axes(ax)
     shown = np.where(np.isfinite(found), found, np.nan)  # [steps, groups]
     if look.limits is None:
         positive = shown[shown > 0]
@@ -131,12 +121,12 @@ def heatmap(
         axes.plot([], [], label=f"non-finite ({bad})", **look_of_bad)
     bar = axes.figure.colorbar(mesh, ax=axes, label=look.label)
     if look.limits is None:
-        use_plain_ticks(bar.ax.yaxis)
-    finish_axes(axes, legend=ax is None and bool(bad)).grid(visible=False)
+        style.use_plain_ticks(bar.ax.yaxis)
+    style.finish_axes(axes, legend=ax is None and bool(bad)).grid(visible=False)
     return axes
 
 
-def _cell_edges(x: Numbers) -> Numbers:
+def _cell_edges(x: style.Numbers) -> style.Numbers:
     """Returns the edges `[n + 1]` of cells around the ascending values `x`, `[n]`."""
     if len(x) == 1:
         return np.array([x[0] - 0.5, x[0] + 0.5])
@@ -195,14 +185,14 @@ def element_histogram(
         raise ValueError("histogram must contain at least one histogram, got an empty dict")
     for name, row in rows.items():
         argument = f"histogram[{name!r}]" if name else "histogram"
-        check_instance(row, Histogram, argument, "monitor.histograms")
+        style.check_instance(row, Histogram, argument, "monitor.histograms")
     ends = [row.list_by_exponent()[1][[0, -1]] for row in rows.values() if row.counts.any()]
     if not ends:
         raise ValueError(
             "histogram must contain a finite non-zero element, got 0; train until a step is counted"
         )
     bands = _compute_bands(dtypes)
-    axes = new_axes(ax)
+    axes = style.new_axes(ax)
     # Ends of bands that are far from all elements would only compress the bars.
     low, high = np.min(ends) - 1, np.max(ends) + 1
     near = [end for band in bands for end in (band.bottom, band.top)]
@@ -215,11 +205,11 @@ def element_histogram(
     bottom, top = 1 - len(rows), 1.0 + distance * len(bands)
     heights = [1.0 + distance * (0.5 + number) for number in range(len(bands))]
     for number, (height, band) in enumerate(zip(heights, bands, strict=True)):
-        color, style = COLORS[number + 1], STYLES[1 + number % (len(STYLES) - 1)]
+        color, dashes = style.COLORS[number + 1], style.STYLES[1 + number % (len(style.STYLES) - 1)]
         look = {"height": 0.6 * distance, "color": color, "linewidth": 0, "zorder": 2}
         axes.barh(height, band.top - band.full, left=band.full, **look)
         axes.barh(height, band.full - band.bottom, left=band.bottom, alpha=0.35, **look)
-        lines = {"colors": color, "linestyles": style, "linewidth": 1.2, "zorder": 3}
+        lines = {"colors": color, "linestyles": dashes, "linewidth": 1.2, "zorder": 3}
         axes.vlines([band.bottom, band.top], bottom, height, **lines)
     axes.set(xlim=(low, high), ylim=(bottom - 0.05, top + 0.05))
     _draw_ticks(axes, rows, dict(zip(heights, bands, strict=True)))
@@ -229,14 +219,14 @@ def element_histogram(
     notes = [f"{100 * zeros / count:.2g}% zero"] if zeros else []
     notes += [f"{nonfinite} non-finite"] if nonfinite else []
     label = "element size" + (f" ({', '.join(notes)})" if notes else "")
-    return finish_axes(axes, label, legend=ax is None)
+    return style.finish_axes(axes, label, legend=ax is None)
 
 
 def _compute_bands(dtypes: Sequence[Any]) -> list[DtypeBand]:
     if isinstance(dtypes, (str, type)) or not isinstance(dtypes, Sequence):
         raise TypeError(f"dtypes must be a tuple of dtypes, got {short_repr(dtypes)}")
-    if len(dtypes) >= len(COLORS):
-        raise ValueError(f"dtypes must contain at most {len(COLORS) - 1}, got {len(dtypes)}")
+    if len(dtypes) >= len(style.COLORS):
+        raise ValueError(f"dtypes must contain at most {len(style.COLORS) - 1}, got {len(dtypes)}")
     bands = []
     for dtype in dtypes:
         try:
@@ -283,7 +273,7 @@ def _write_lost_fractions(ax: "Axes", rows: list[Histogram], bands: list[DtypeBa
     look = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points"}
     for number, band in enumerate(bands):
         x = rcParams["font.size"] * (0.4 + 2.7 * number)
-        column = {**look, "color": COLORS[number + 1], "fontsize": "x-small"}
+        column = {**look, "color": style.COLORS[number + 1], "fontsize": "x-small"}
         name = f"lost in {band.name}" if number == 0 else band.name
         ax.annotate(name, (1.0, 1.05), (x, 0.0), rotation=90, va="bottom", **column)
         for place, row in list(enumerate(rows))[::stride]:

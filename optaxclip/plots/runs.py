@@ -5,20 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import optaxclip.plots.style as style
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import HostArrayLike
 from optaxclip._base.validation import short_repr
-from optaxclip.plots.style import (
-    COLORS,
-    STYLES,
-    Numbers,
-    check_instance,
-    check_series,
-    finish_axes,
-    mark_off_scale,
-    new_axes,
-    plot_line,
-)
 from optaxclip.tuning import Suggestion, SweepResult
 
 if TYPE_CHECKING:
@@ -26,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 Curves = Mapping[str, HostArrayLike]
-ORANGE, BLUE, PALE_ORANGE = COLORS[0], COLORS[1], COLORS[5]
+ORANGE, BLUE, PALE_ORANGE = style.COLORS[0], style.COLORS[1], style.COLORS[5]
 NUM_BINS = 50
 
 
@@ -54,7 +44,7 @@ def loss_curves(
       loss
     """
     curves = _check_runs(losses, steps, "losses")
-    axes = new_axes(ax)
+    axes = style.new_axes(ax)
     finite = [y[np.isfinite(y)] for _, y in curves.values() if np.isfinite(y).any()]
     if finite:
         top, bottom = max(y[0] for y in finite), min(y.min() for y in finite)
@@ -62,7 +52,7 @@ def loss_curves(
         axes.set_ylim(bottom - margin, top + margin)
     _draw_lines(axes, curves)
     axes.set_ylabel("loss")
-    return finish_axes(axes, legend=ax is None)
+    return style.finish_axes(axes, legend=ax is None)
 
 
 def norm_curves(
@@ -98,13 +88,13 @@ def norm_curves(
             f"threshold must be a number, got {short_repr(threshold)} of type "
             f"{type(threshold).__name__}; use plots.norms_over_steps for a threshold per step"
         )
-    axes = new_axes(ax)
+    axes = style.new_axes(ax)
     axes.set_yscale("log")
     _draw_lines(axes, curves)
     if threshold is not None:
         axes.axhline(float(threshold), color="0.4", linewidth=1.0, label=f"threshold {threshold:g}")
     axes.set_ylabel("gradient norm")
-    return finish_axes(axes, legend=ax is None)
+    return style.finish_axes(axes, legend=ax is None)
 
 
 def norms_over_steps(
@@ -146,7 +136,7 @@ def norms_over_steps(
             )
         suggestion, norms, threshold = norms, norms.norms, norms.threshold
         steps = suggestion.steps if steps is None else steps
-    x, y = check_series(norms, steps, "norms")
+    x, y = style.check_series(norms, steps, "norms")
     bound = None if threshold is None else np.asarray(threshold, np.float64)
     if suggestion is not None and suggestion.recommendation == "none":
         bound = None  # the suggestion is not to clip
@@ -154,12 +144,12 @@ def norms_over_steps(
         raise ValueError(
             f"threshold must be a scalar or have shape {y.shape} like norms, got {bound.shape}"
         )
-    axes = new_axes(ax)
+    axes = style.new_axes(ax)
     finite = np.isfinite(y)
     axes.set_yscale("log")
     # Zeros have no position on a logarithmic axis, so they are gaps like non-finite norms.
     shown = np.where(finite & (y > 0), y, np.nan)
-    plot_line(axes, x, shown, color="0.55", linewidth=1.0, label="norm")
+    style.plot_line(axes, x, shown, color="0.55", linewidth=1.0, label="norm")
     if suggestion is not None and (warmup := suggestion.warmup_steps):
         label = f"warm-up ({warmup}), not counted"
         axes.axvspan(x[0], x[warmup], color="0.93", linewidth=0, zorder=0, label=label)
@@ -171,11 +161,11 @@ def norms_over_steps(
         look = {"color": ORANGE, "markersize": 4, "zorder": 3}
         axes.plot(x[above], y[above], "^", label=f"above the threshold ({above.sum()})", **look)
         line = np.broadcast_to(np.where(np.isfinite(bound), bound, np.nan), y.shape)
-        plot_line(axes, x, line, "--", color=BLUE, linewidth=1.6, label=label)
+        style.plot_line(axes, x, line, "--", color=BLUE, linewidth=1.6, label=label)
     if not finite.all():
-        mark_off_scale(axes, x[~finite], label=f"non-finite ({np.sum(~finite)})")
+        style.mark_off_scale(axes, x[~finite], label=f"non-finite ({np.sum(~finite)})")
     axes.set_ylabel("gradient norm")
-    return finish_axes(axes, legend=ax is None)
+    return style.finish_axes(axes, legend=ax is None)
 
 
 def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
@@ -201,12 +191,12 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
       >>> print(ax.get_legend_handles_labels()[1][1:])
       ['typical (498)', 'spikes (2)']
     """
-    check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
-    axes = new_axes(ax)
+    style.check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
+    axes = style.new_axes(ax)
     norms, threshold = suggestion.norms, suggestion.threshold  # [n], []
     spikes, used = suggestion.is_spike, suggestion.is_used
     above = norms > threshold
-    parts: tuple[tuple[str, Numbers, dict[str, Any]], ...] = (
+    parts: tuple[tuple[str, style.Numbers, dict[str, Any]], ...] = (
         ("typical", used & ~spikes & ~above, {"color": "0.7"}),
         ("above the threshold, no spikes", used & ~spikes & above, {"color": PALE_ORANGE}),
         ("spikes", spikes, {"color": ORANGE, "hatch": "////", "edgecolor": "white"}),
@@ -234,7 +224,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
         axes.axvline(threshold, color=BLUE, linestyle="--", linewidth=1.6, label=label)
     after = " after the warm-up" if suggestion.warmup_steps else ""
     axes.set_ylabel(f"number of steps{after}")
-    return finish_axes(axes, "gradient norm", legend=ax is None)
+    return style.finish_axes(axes, "gradient norm", legend=ax is None)
 
 
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
@@ -264,12 +254,11 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
       >>> print(ax.get_legend_handles_labels()[1][1:3])
       ['best loss', 'suggested threshold 0.01']
     """
-    check_instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
-    axes = new_axes(ax)
+    style.check_instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
+    axes = style.new_axes(ax)
     axes.set_xscale("log")
     losses = np.where(result.diverged, np.nan, result.final_loss)  # [thresholds]
-    style = {"color": "0.35", "linewidth": 1.4}
-    axes.plot(result.thresholds, losses, "o-", label="final loss", **style)
+    axes.plot(result.thresholds, losses, "o-", label="final loss", color="0.35", linewidth=1.4)
     if not result.diverged.all():
         good = ~result.diverged
         # Bars only extend downward because only the distance to the best loss matters.
@@ -283,16 +272,16 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
         axes.axvline(result.threshold, color=BLUE, linestyle="--", linewidth=1.6, label=label)
     if result.diverged.any():
         label = "diverged: non-finite or above the first loss"
-        mark_off_scale(axes, result.thresholds[result.diverged], label=label)
+        style.mark_off_scale(axes, result.thresholds[result.diverged], label=label)
     if result.diverged.all():
         axes.set_yticks([])  # the default ticks would suggest losses between 0 and 1
     axes.set_ylabel("final loss")
-    return finish_axes(axes, "threshold", legend=ax is None)
+    return style.finish_axes(axes, "threshold", legend=ax is None)
 
 
 def _check_runs(
     series: Curves, steps: HostArrayLike | None, name: str
-) -> dict[str, tuple[Numbers, Numbers]]:
+) -> dict[str, tuple[style.Numbers, style.Numbers]]:
     if not isinstance(series, Mapping):
         raise TypeError(
             f"{name} must be a dict from run names to {name}, such as {{'run': {name}}}, got "
@@ -301,18 +290,20 @@ def _check_runs(
     if not series:
         raise ValueError(f"{name} must be a dict with at least one run, got an empty dict")
     return {
-        run: check_series(values, steps, f"{name} of {run!r}") for run, values in series.items()
+        run: style.check_series(values, steps, f"{name} of {run!r}")
+        for run, values in series.items()
     }
 
 
-def _draw_lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> None:
+def _draw_lines(ax: "Axes", curves: Mapping[str, tuple[style.Numbers, style.Numbers]]) -> None:
     lines = list["Line2D"]()
     for depth, (name, (x, y)) in enumerate(curves.items()):
         # The line styles shift after all colors were used, so pairs of colors and line styles
         # repeat only after `len(COLORS) * len(STYLES)` curves.
-        shift, number = divmod(depth, len(COLORS))
-        color, style = COLORS[number], STYLES[(number + shift) % len(STYLES)]
-        line = plot_line(ax, x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)
+        shift, number = divmod(depth, len(style.COLORS))
+        look = {"color": style.COLORS[number], "label": name}
+        dashes = style.STYLES[(number + shift) % len(style.STYLES)]
+        line = style.plot_line(ax, x, np.where(np.isfinite(y), y, np.nan), dashes, **look)
         # The first line is on top. Lines below it are wider, so that equal lines remain visible.
         line.set(zorder=3 - depth / len(curves), linewidth=1.4 + 0.25 * depth)
         lines.append(line)
@@ -322,7 +313,7 @@ def _draw_lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> No
         ax.plot([], [], "X", color="black", markersize=8, label="non-finite")
 
 
-def _mark_nonfinite(ax: "Axes", x: Numbers, y: Numbers, line: "Line2D") -> None:
+def _mark_nonfinite(ax: "Axes", x: style.Numbers, y: style.Numbers, line: "Line2D") -> None:
     """Extends a line to a cross at the top of the axes where its values become non-finite."""
     from matplotlib.patches import ConnectionPatch
 
@@ -331,7 +322,7 @@ def _mark_nonfinite(ax: "Axes", x: Numbers, y: Numbers, line: "Line2D") -> None:
     firsts = np.flatnonzero(bad & ~np.append(False, bad[:-1]))
     look = {"color": line.get_color(), "zorder": line.get_zorder()}
     if len(firsts):
-        mark_off_scale(ax, x[firsts], label="_", markersize=11, **look)
+        style.mark_off_scale(ax, x[firsts], label="_", markersize=11, **look)
     for first in firsts[firsts > 0]:
         last, top = (float(x[first - 1]), float(y[first - 1])), (float(x[first]), 1.0)
         rise = {"linewidth": line.get_linewidth(), "clip_on": True}
