@@ -104,8 +104,8 @@ def events(
     """Records what the clipping stages and skip wrappers in `inner` do on recent steps.
 
     Each event contains the norm, the threshold, the factor, the outcome, and the worst leaf of a
-    step. `inner` can be a clipping stage, a skip wrapper, or the whole optimizer. Its updates are
-    not changed. To find a bad batch in the data, read the events and their step numbers with
+    step. `inner` can be a clipping stage, a skip wrapper, or the whole optimizer, and its updates
+    are not changed. To find a bad batch in the data, read the events and their step numbers with
     `history`. Nothing is sent to the host until then.
 
     If a stage computes one norm for the whole tree, its worst leaf is the leaf with the largest
@@ -122,33 +122,29 @@ def events(
       window: The number of steps to keep.
       norm: The norm that determines the worst leaf, as in `optaxclip.clip_by`. Use the same norm as
         the clipping stage.
-      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`. If
-        there are several `events` stages, `history` needs the `name` of one.
+      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with an `EventsState`.
 
     Raises:
       ValueError: If `window` is less than 1 or the norm is unknown. Also raised by `init` and
-        `update` if `inner` contains no stage or wrapper that keeps a record, or if it contains a
-        skip wrapper inside `optax.MultiSteps`.
+        `update` if `inner` keeps no records, or contains a skip wrapper inside `optax.MultiSteps`.
       TypeError: If `inner` is not a transformation, or if `window` is not an int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
       >>> from optaxclip import monitor
       >>> tx = optax.chain(optaxclip.clip_by_global_norm(2.0), optax.sgd(0.1))
-      >>> tx = monitor.events(optaxclip.skip_nonfinite(tx), window=3)
-      >>> params = {"b": jnp.zeros(1), "w": jnp.zeros(2)}
-      >>> state = tx.init(params)
-      >>> for size in (1.0, 3.0, jnp.nan, 1.5):
+      >>> tx = monitor.events(optaxclip.skip_nonfinite(tx))
+      >>> state = tx.init({"b": jnp.zeros(1), "w": jnp.zeros(2)})
+      >>> for size in (3.0, jnp.nan):
       ...     grads = {"b": jnp.ones(1), "w": jnp.array([0.0, size])}
-      ...     updates, state = tx.update(grads, state, params)
+      ...     updates, state = tx.update(grads, state)
       >>> for event in monitor.history(state):
       ...     print(event["step"], event["verdict"], event["norm"].round(1), event["worst"])
-      1 clipped 3.2 w
-      2 skipped nan w
-      3 taken 1.8 w
+      0 clipped 3.2 w
+      1 skipped nan w
     """
     inner, window = check_inner(inner), check_int(window, 1, "window")
     checked = Options.create(norm=norm, **options)
@@ -166,14 +162,9 @@ def events(
                 )
         if any(not has_elements(source.record) for source in sources):
             names = StaticNames(tuple(sorted(flatten(params, "params").names())))
-        return EventsState(
-            steps=jnp.zeros((), jnp.int32),
-            name=StaticNames((name,)),
-            names=names,
-            numbers=jnp.zeros((window, len(sources), 3), jnp.float32),
-            flags=jnp.zeros((window, 1 + len(sources)), jnp.int32),
-            inner_state=inner_state,
-        )
+        steps, numbers = jnp.zeros((), jnp.int32), jnp.zeros((window, len(sources), 3), jnp.float32)
+        flags = jnp.zeros((window, 1 + len(sources)), jnp.int32)
+        return EventsState(steps, StaticNames((name,)), names, numbers, flags, inner_state)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -191,17 +182,12 @@ def events(
             positions = np.array([names.index(leaf) for leaf in present], np.int32)  # i32[leaves]
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         after = _find_sources(inner_state, name)
-        steps, numbers, flags = _append_row(
-            state.steps,
-            state.numbers,
-            state.flags,
-            [source.record for source in before],
-            [source.record for source in after],
-            [source.fraction for source in after],
-            norms,
-            positions,
-            around=tuple(source.enclosing_skips for source in after),
-        )
+        around = tuple(source.enclosing_skips for source in after)
+        new_records = [(source.record, source.fraction) for source in after]
+        old_records = [source.record for source in before]
+        old = state.steps, state.numbers, state.flags
+        rows = _append_row(old, old_records, new_records, norms, positions, around=around)
+        steps, numbers, flags = rows
         return new_updates, EventsState(steps, state.name, names, numbers, flags, inner_state)
 
     return transformation(init, update)
@@ -248,20 +234,18 @@ def _find_sources(inner_state: PyTree, name: str) -> list[EventSource]:
     return sources
 
 
-@global_view(out_like=("steps", "numbers", "flags"))
+@global_view(out_like="old")
 def _append_row(
-    steps: Array,
-    numbers: Array,
-    flags: Array,
+    old: tuple[Array, Array, Array],
     before: list[ClipRecord | SkipRecord],
-    after: list[ClipRecord | SkipRecord],
-    fractions: list[Array],
+    after: list[tuple[ClipRecord | SkipRecord, Array]],
     norms: Array | None,
     leaf_positions: Any,
     *,
     around: tuple[tuple[int, ...], ...],
 ) -> tuple[Array, Array, Array]:
-    """Appends a row to the numbers and flags."""
+    """Increments the steps, and appends a row to the numbers and flags."""
+    steps, numbers, flags = old
     worst_leaf = np.int32(-1)
     if norms is not None and norms.size:
         norms = lax.stop_gradient(norms)  # f32[leaves]
@@ -269,17 +253,17 @@ def _append_row(
         worst_leaf = take_along_columns(largest, leaf_positions)
     rows, worst = [], []
     is_verdict = {verdict: jnp.zeros((), bool) for verdict in VERDICTS[1:]}
-    for old, new, fraction, skips in zip(before, after, fractions, around, strict=True):
-        if isinstance(old, ClipRecord) and isinstance(new, ClipRecord):
-            was_updated = new.steps != old.steps
+    for last, (new, fraction), skips in zip(before, after, around, strict=True):
+        if isinstance(last, ClipRecord) and isinstance(new, ClipRecord):
+            was_updated = new.steps != last.steps
             is_verdict["clipped"] |= was_updated & jnp.any(fraction > 0)
             # If non-finite elements are masked, the norm is finite, so the counts are used.
-            is_verdict["not finite"] |= jnp.any(new.num_nonfinite > old.num_nonfinite)
+            is_verdict["not finite"] |= jnp.any(new.num_nonfinite > last.num_nonfinite)
         else:
             # If the outer wrapper skips a step, the inner one keeps the record of an older step.
             was_updated = jnp.ones((), bool)
             for i in skips:
-                was_updated &= after[i].factor != 0
+                was_updated &= after[i][0].factor != 0
             is_verdict["skipped"] |= was_updated & (new.factor == 0)
             is_verdict["not finite"] |= was_updated & ~jnp.isfinite(new.norm)
         found = {field: getattr(new, field) for field in EMPTY_RECORD} | {"index": worst_leaf}

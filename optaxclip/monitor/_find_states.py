@@ -42,18 +42,20 @@ def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any
 
 
 def find_one_state(
-    opt_state: PyTree, name: str | None, *kinds: type, reader: str, what: str, missing: str
+    opt_state: PyTree, name: str | None, *kinds: type, reader: str, what: str
 ) -> Any:
     """Returns the only state of these kinds, or the only one with the name.
 
-    `missing` is the message if there is no such state. `reader` and `what` are words for messages.
+    Messages contain the function that reads the state, and the function that makes it, `what`.
     """
     found = list(find(opt_state, *kinds).values())
     fitting = [state for state in found if name in (None, name_of(state))]
     if len(fitting) == 1:
         return fitting[0]
     if not found:
-        raise ValueError(missing)
+        raise ValueError(
+            f"opt_state must contain a {what}, got none; insert monitor.{what}() into the chain"
+        )
     names = [name_of(state) for state in found]
     if name is not None and not fitting:
         hint = did_you_mean(str(name), names)

@@ -33,6 +33,9 @@ from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import Plan, get_param_leaves, make_plan, resolve_scope
 from optaxclip.scopes import Scope
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Histogram:
@@ -52,8 +55,8 @@ class Histogram:
         overflow in the format.
     """
 
-    counts: np.ndarray[Any, np.dtype[np.int64]] = dataclasses.field(repr=False)
-    edges: np.ndarray[Any, np.dtype[np.float64]] = dataclasses.field(repr=False)
+    counts: Ints = dataclasses.field(repr=False)
+    edges: Floats = dataclasses.field(repr=False)
     num_zero: int
     num_nonfinite: int
     step: int
@@ -61,16 +64,11 @@ class Histogram:
     too_large: Mapping[float, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def underflow_fraction(self, dtype: jax.typing.DTypeLike) -> float:
-        """Returns the fraction of finite nonzero elements that become 0 in a number format.
+        """Returns the fraction of finite nonzero elements that become 0 in `dtype`.
 
         The fraction is exact, because half the smallest number of a format, which also rounds to 0,
-        is an edge of a bin. It assumes that subnormal numbers are not flushed to zero.
-
-        Args:
-          dtype: A floating-point dtype.
-
-        Returns:
-          The fraction, or 0 if there are no finite nonzero elements.
+        is an edge of a bin. It assumes that subnormal numbers are not flushed to zero. If there are
+        no finite nonzero elements, the fraction is 0.
 
         Raises:
           ValueError: If the format is not a real floating-point format with a sign and 0.
@@ -81,16 +79,11 @@ class Histogram:
         return int(self.counts[is_lost].sum()) / max(int(self.counts.sum()), 1)
 
     def overflow_fraction(self, dtype: jax.typing.DTypeLike) -> float:
-        """Returns the fraction of finite nonzero elements that overflow in a number format.
+        """Returns the fraction of finite nonzero elements that overflow in `dtype`.
 
-        Overflow results in infinity or, in formats without infinity, in NaN or the largest number.
-        The fraction is exact for all floating-point dtypes of JAX.
-
-        Args:
-          dtype: A floating-point dtype.
-
-        Returns:
-          The fraction, or 0 if there are no finite nonzero elements.
+        They become infinite or, in formats without infinity, NaN or the largest number. The
+        fraction is exact for all floating-point dtypes of JAX. If there are no finite nonzero
+        elements, it is 0.
 
         Raises:
           ValueError: If `too_large` does not contain the format, or if the format is not a real
@@ -107,16 +100,11 @@ class Histogram:
             )
         return self.too_large[threshold] / max(int(self.counts.sum()), 1)
 
-    def list_by_exponent(
-        self,
-    ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.float64]]]:
-        """Returns the range of nonempty bins, with exponents of two as edges.
+    def list_by_exponent(self) -> tuple[Ints, Floats]:
+        """Returns the counts of the range of nonempty bins, and the exponents of their edges.
 
-        The format is that of `np.histogram`, which loggers accept.
-
-        Returns:
-          The counts, int64[n], and the edges, float64[n + 1]. If no element is finite and nonzero,
-          there is one empty bin.
+        The counts are int64[n], and the edges are float64[n + 1], as in `np.histogram`. Loggers
+        accept this format. If no element is finite and nonzero, there is one empty bin.
 
         Example:
           >>> import numpy as np
@@ -157,11 +145,7 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
       >>> print(round(found.underflow_fraction("float16"), 2), found.too_large[65520.0])
       0.33 1
     """
-    missing = (
-        "opt_state must contain a histogram, got none; insert monitor.histogram() into the chain, "
-        "for example before the clipping stage to count the raw gradients"
-    )
-    words = {"reader": "histograms", "what": "histogram", "missing": missing}
+    words = {"reader": "histograms", "what": "histogram"}
     state = find_states.find_one_state(opt_state, name, HistogramState, **words)
     arrays = find_states.unbox(state.last_counted_step), find_states.unbox(state.counts)
     step, counts = find_states.fetch_to_host(arrays, "histograms")  # i32[], u32[groups, 2, counts]
@@ -195,10 +179,9 @@ class GroupFit:
     Attributes:
       below: The fraction of elements that become 0 without a loss scale.
       above: The fraction of elements that overflow without a loss scale.
-      lowest: The smallest power of two with which at most the allowed fraction becomes 0. It is 0
-        if all elements are 0.
-      highest: A power of two with which no element overflows. A scale twice as large may also work.
-        It is infinite if all elements are 0.
+      lowest: The smallest power of two that is large enough as a loss scale, or 0 if all elements
+        are 0.
+      highest: The largest power of two known to cause no overflow, or inf if all elements are 0.
     """
 
     below: float
@@ -382,19 +365,17 @@ def histogram(
     Args:
       every: The number of steps from one count to the next. The first step is counted.
       scope: The grouping of elements from `optaxclip.scopes`. If None, leaves have separate
-        histograms. For the scopes `axes` and `unit`, a histogram contains the whole leaf, because
-        these scopes divide a leaf into very many groups.
+        histograms. For the scopes `axes` and `unit`, a histogram contains the whole leaf.
       of: The tree to count, "updates" or "params".
-      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`. If
-        there are several `histogram` stages, `histograms` needs the `name` of one.
+      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `HistogramState`. Its update returns the updates unchanged.
+      A transformation with a `HistogramState`.
 
     Raises:
       ValueError: If `every` is less than 1, or if `of` is neither "updates" nor "params". Also
-        raised by `update` if `of` is "params" and `params` is missing, or for float64 leaves that
-        were not float64 at `init`.
+        raised by `update` if required `params` are missing, or for float64 leaves that were not
+        float64 at `init`.
       TypeError: If `every` is not an int, or if `scope` is not a scope.
 
     Example:

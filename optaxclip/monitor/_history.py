@@ -27,12 +27,11 @@ def history(
     Returns:
       A NumPy array of all steps so far, or of the last `window` steps, after one `jax.device_get`.
 
-      For a record, the array is float32[steps]. If the record has a scope, it is float32[steps,
-      groups], with one column per name in `history_names`.
+      For a record, the array is float32[steps] or, with a scope, float32[steps, groups], with one
+      column per name in `history_names`.
 
-      For events, the array is a structured array [steps], which `pandas.DataFrame` accepts. For
-      example, `found["norm"]` is a column, and `found[found["verdict"] == "skipped"]` selects rows.
-      The fields are
+      For events, it is a structured array [steps], which `pandas.DataFrame` accepts. For example,
+      `found[found["verdict"] == "skipped"]` selects rows. The fields are
 
         step      | int64, 0 is the first update after `init`
         verdict   | "taken", "clipped", "not finite" (and not skipped), or "skipped"
@@ -41,12 +40,11 @@ def history(
         factor    | float32, the factor applied to the gradient, 0 for a skipped step
         worst     | the name of the worst leaf or group
 
-      The verdict applies to the whole step. The remaining fields are from the outermost clipping
-      stage or skip wrapper, which is the first one in the order of `read`. For later ones, the
-      names of the fields start with the name of the stage, as in `clip_by_global_norm/threshold`.
-      If a stage did not run on a step, for example because the step was skipped, its numbers are
-      NaN and its `worst` is empty. Wrappers that check the loss also have `loss` and
-      `loss_threshold`.
+      The verdict applies to the whole step. The remaining fields are from the outermost stage or
+      wrapper. The fields of other stages start with the name of the stage, as in
+      `clip_by_global_norm/threshold`. If a stage did not run on a step, for example because the
+      step was skipped, its numbers are NaN and its `worst` is empty. Wrappers that check the loss
+      also have `loss` and `loss_threshold`.
 
     Raises:
       ValueError: If the stage cannot be identified, if the statistic or field was not recorded, if
@@ -161,9 +159,5 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
 
 
 def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsState:
-    missing = (
-        "opt_state must contain a record, got none; insert monitor.record() into the chain, for "
-        "example before the clipping stage to record the raw norms"
-    )
-    words = {"reader": "history", "what": "record", "missing": missing}
+    words = {"reader": "history", "what": "record"}
     return find_states.find_one_state(opt_state, name, RecordState, EventsState, **words)

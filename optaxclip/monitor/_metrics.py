@@ -78,21 +78,19 @@ def read(opt_state: PyTree) -> Records:
         "clip" or "skip".
 
     Returns:
-      A dict from keys to `ClipInfo`. A skip wrapper comes before the stages that it wraps.
+      A dict from keys to `ClipInfo`. A skip wrapper comes before the stages that it wraps. If it
+      checks the loss, it has a second record, in which `norm` is the loss, and the key ends with
+      `/loss`.
 
-      A key consists of a path and the name of the transformation: `0/clip_by_global_norm` for
-      `opt_state[0]`, and `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. Keys are
-      unique and are the same on all steps. To index the dict, you can use the end of a key if it is
-      unique, as in `read(state)["clip_by_global_norm"]`. If dict keys with a `/` make two paths
-      equal, all paths use Python's notation, as in `['a/b'][0]/clip_by_norm`.
-
-      A wrapper that checks the loss has a second record, in which `norm` is the loss. The key of
-      this record ends with `/loss`.
+      Keys consist of a path and the name of the transformation, such as `0/clip_by_global_norm` for
+      `opt_state[0]`. They are unique and are the same on all steps. To index the dict, you can use
+      the end of a key if it is unique, as in `read(state)["clip_by_global_norm"]`. If dict keys
+      with a `/` make two paths equal, all paths use Python's notation, as in
+      `['a/b'][0]/clip_by_norm`.
 
     Raises:
       ValueError: If no stage or wrapper in the state keeps a record.
-      KeyError: If the dict is indexed with a string that is neither a key nor the end of exactly
-        one key.
+      KeyError: If the dict is indexed with a string that is not the end of exactly one key.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -143,11 +141,10 @@ def metrics(
       steps            | clip | the number of steps                        | the largest
       learning_rate    |      | the value in `optax.inject_hyperparams`    | the largest
 
-    By default, one number represents all leaves, units, groups, or states under `vmap`, because
-    there can be very many. The worst group has the largest ratio of norm to threshold. A non-finite
-    norm or a threshold of 0 is always the worst. The threshold is infinite before the first step,
-    and always for `skip_nonfinite`. To get separate numbers for leaves and layers, as in
-    `clip_by/norm/layers/00`, set `per_group`.
+    By default, one number represents all leaves, units, groups, or states under `vmap`. The worst
+    group has the largest ratio of norm to threshold. A non-finite norm or a threshold of 0 is
+    always the worst. The threshold is infinite before the first step, and always for
+    `skip_nonfinite`.
 
     `learning_rate` has no transformation's name before it. `noise_scale` has the numbers `scale`,
     `signal`, and `variance`. `record` has `steps` and its statistics, the largest over all leaves
@@ -159,26 +156,23 @@ def metrics(
     quantiles. `zero_fraction` is the fraction of zeros. `num_infinite` and `num_nan` are counts of
     at most 2**31 - 1. Unknown numbers are NaN.
 
-    Late in a run, the fraction over all steps hardly changes. Use `since` to count only the steps
-    after an earlier state. If there were no such steps, the fraction is 0. If `since` is the later
-    state, for example after a rollback, the fraction is NaN and `steps` is negative.
-
-    To get the numbers of the worst leaves or groups, set `top`. Their names have the form
-    `clip_by_norm/top/0/norm`, and the worst group is first. A record has all of its statistics, and
-    ranks groups by the norm or, if it has none, by the first of its statistics in the table of
-    `record`. The position `clip_by_norm/top/0/index` refers to `read(state)["clip_by_norm"].names`,
-    or to `history_names(state)` for a record. `scalars` returns the name itself.
-
     Names are the same on all steps. If several transformations have the same name, numbers are
     appended, as in `clip_by_norm_1/norm`. Use `name=` to choose different names.
 
     Args:
       opt_state: Any pytree that contains the state, as in `read`.
       prefix: A prefix for all names, such as "train/".
-      since: An earlier state of the same optimizer, or its `counts`. If None, counts all steps.
-        Keep `counts` between logs, because the arrays of a donated state are deleted.
-      top: The number of worst leaves or groups to return.
-      per_group: If True, leaves, layers, and groups have separate numbers.
+      since: An earlier state of the same optimizer, or its `counts`. Restricts counts and
+        `clipped_fraction` to later steps, because over all steps, the fraction hardly changes late
+        in a run. If there were no later steps, the fraction is 0. If `since` is the later state,
+        for example after a rollback, the fraction is NaN and `steps` is negative.
+      top: The number of worst leaves or groups to return. Their names have the form
+        `clip_by_norm/top/0/norm`, and the worst group is first. A record ranks groups by the norm
+        or, if it has none, by the first of its statistics in the table of `record`. The position
+        `clip_by_norm/top/0/index` refers to `read(state)["clip_by_norm"].names`, or to
+        `history_names(state)` for a record. `scalars` returns the name itself.
+      per_group: If True, leaves, layers, and groups have separate numbers, as in
+        `clip_by/norm/layers/00`. There can be very many.
 
     Returns:
       A dict from names to float32[], or int32[] for counts. Nothing is sent to the host.
@@ -192,14 +186,9 @@ def metrics(
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.clip_by_group_norm(1.0, {"actor": "actor", "critic": "critic"})
-      >>> params = {"actor": jnp.zeros(2), "critic": jnp.zeros(1)}
-      >>> @jax.jit
-      ... def step(grads, state):
-      ...     updates, state = tx.update(grads, state)
-      ...     return updates, state, metrics(state, "train/")
       >>> grads = {"actor": jnp.array([3.0, 4.0]), "critic": jnp.array([0.5])}
-      >>> _, _, found = step(grads, tx.init(params))
-      >>> print(found["train/clip_by_group_norm/norm/actor"])
+      >>> step = jax.jit(lambda state: metrics(tx.update(grads, state)[1], "train/"))
+      >>> print(step(tx.init(grads))["train/clip_by_group_norm/norm/actor"])
       5.0
     """
     states, labels, on_device = _collect(opt_state, prefix, since, top, per_group, "metrics")

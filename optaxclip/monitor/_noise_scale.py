@@ -21,9 +21,7 @@ class NoiseSums(NamedTuple):
     """Two unbiased estimates from the gradients of microbatches.
 
     They are squares of norms, so float32 sums overflow for norms above about 1e19 and become 0 for
-    norms below about 1e-19. Float64 can represent the squares of all float32 norms.
-
-    Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162, appendix A.
+    norms below about 1e-19. Source: McCandlish et al., 2018, arXiv 1812.06162, appendix A.
 
     Attributes:
       signal: float[], an estimate of the squared norm of the true gradient, which can be negative.
@@ -92,23 +90,20 @@ def noise_scale(
 
     Raises:
       ValueError: If `decay` is out of range. Also raised by `update` if `noise` is missing.
-      TypeError: If `decay` is not a number, if `name` is not a string or is empty, or if `noise` is
-        not a `NoiseSums`.
+      TypeError: If an argument has the wrong type. Also raised by `update` if `noise` is not a
+        `NoiseSums`.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp
       >>> from optaxclip import accumulate, monitor
-      >>> def loss_fn(w, x):
-      ...     return jnp.mean((x - w) ** 2)
+      >>> loss_fn = lambda w, x: jnp.mean((x - w) ** 2)
       >>> grad_fn = accumulate.value_and_grad(loss_fn, microbatch_size=8)
-      >>> tx = optax.chain(monitor.noise_scale(0.999), optax.sgd(0.1))
-      >>> @jax.jit
-      ... def step(state, key):
-      ...     x = 1 + 4 * jax.random.normal(key, (64,))
-      ...     _, grads, accumulated = grad_fn(0.0, x)
+      >>> tx = monitor.noise_scale(0.999)
+      >>> def step(state, key):
+      ...     _, grads, accumulated = grad_fn(0.0, 1 + 4 * jax.random.normal(key, (64,)))
       ...     return tx.update(grads, state, noise=accumulated.noise)[1], None
       >>> state, _ = jax.lax.scan(step, tx.init(0.0), jax.random.split(jax.random.key(0), 2000))
-      >>> print(f"about {monitor.scalars(state)['noise_scale/scale']:.0f}")
+      >>> print(f"about {state.scale:.0f}")
       about 16
     """
     decay, name = check_decay(decay, "decay"), check_name(name)

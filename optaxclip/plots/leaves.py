@@ -67,9 +67,8 @@ def heatmap(
       stat: The name of the statistic, as in `monitor.record`. Defaults to "norm".
 
     Raises:
-      ValueError: If `values` does not have two axes or is empty, if the number of names or steps
-        does not match, or if the statistic is unknown.
-      TypeError: If a value is not a real number, or if rows have different lengths.
+      ValueError: If `values` is empty, if shapes do not match, or if the statistic is unknown.
+      TypeError: If `values` are not real numbers in rows of equal length.
 
     Example:
       >>> from optaxclip import plots
@@ -167,8 +166,7 @@ def element_histogram(
 
     Raises:
       ValueError: If there are no histograms, no finite nonzero elements, or too many dtypes.
-      TypeError: If `histogram` contains another type, or if `dtypes` contains a dtype that is not a
-        floating-point dtype.
+      TypeError: If `histogram` or `dtypes` contains an unsupported type.
 
     Example:
       >>> import jax.numpy as jnp

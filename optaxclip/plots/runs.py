@@ -34,7 +34,7 @@ def loss_curves(
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no runs, if a run has no losses, or if shapes do not match.
+      ValueError: If there are no runs or no losses, or if shapes do not match.
       TypeError: If `losses` is not a dict of real numbers.
 
     Example:
@@ -68,12 +68,11 @@ def norm_curves(
     Args:
       norms: A dict from run names to norms, float[n].
       steps: The steps of the norms, int[n]. Defaults to 0, 1, ...
-      threshold: A threshold, drawn as a horizontal line. If the threshold changes during training,
-        use `norms_over_steps` instead.
+      threshold: A constant threshold, drawn as a horizontal line.
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no runs, if a run has no norms, or if shapes do not match.
+      ValueError: If there are no runs or no norms, or if shapes do not match.
       TypeError: If `norms` is not a dict of real numbers, or if `threshold` is not a real number.
 
     Example:
@@ -117,8 +116,8 @@ def norms_over_steps(
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no norms, if the norms have more than one axis, if shapes do not
-        match, or if `threshold` is used with a suggestion.
+      ValueError: If there are no norms, if shapes do not match, or if `threshold` is used with a
+        suggestion.
       TypeError: If a norm is not a real number.
 
     Example:
@@ -171,9 +170,8 @@ def norms_over_steps(
 def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     """Draws a histogram of the norms after the warm-up, and the suggested threshold.
 
-    Spikes, which are much larger than the norms of neighboring steps, have a separate color. Norms
-    above the threshold that are not spikes occur if the typical norm changes during training. They
-    also have a separate color.
+    Spikes have a separate color. Norms above the threshold that are not spikes, which occur if the
+    typical norm changes during training, also have a separate color.
 
     Args:
       suggestion: The result of `optaxclip.tuning.suggest`.

@@ -242,10 +242,9 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
 
     Example:
       >>> import numpy as np
-      >>> from optaxclip import tuning
       >>> norms = np.exp(0.2 * np.random.default_rng(0).normal(size=500))
       >>> norms[[100, 200, 300]] = 10.0, 50.0, np.nan
-      >>> suggestion = tuning.suggest(norms)
+      >>> suggestion = suggest(norms)
       >>> print(suggestion.spikes, suggestion.num_nonfinite, suggestion.regime)
       [100 200] 1 stationary
     """

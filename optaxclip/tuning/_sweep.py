@@ -78,11 +78,11 @@ def sweep(
 ) -> SweepResult:
     """Trains the same model with several thresholds and suggests the best threshold.
 
-    All runs use the same initial state and batches. They run together in one compiled program, a
-    `scan` over the steps under `vmap` over the thresholds. The suggested threshold is the largest
-    one with a final loss within noise of the lowest final loss. The noise is the standard deviation
-    of the difference from the best run over the last tenth of the steps. However, it is at most the
-    standard deviation of the best run, because differences from an unstable run are very noisy.
+    All runs use the same initial state and batches, and run together in one compiled program. The
+    suggested threshold is the largest one with a final loss within noise of the lowest final loss.
+    The noise is the standard deviation of the difference from the best run over the last tenth of
+    the steps. However, it is at most the standard deviation of the best run, because differences
+    from an unstable run are very noisy.
 
     Args:
       init_fn: A function `init_fn(key) -> state`. The state is a pytree of arrays, such as the
@@ -102,21 +102,18 @@ def sweep(
       ValueError: If the thresholds are not positive or do not have one axis, if `steps` is less
         than 1, or if `data` contains no arrays or fewer steps.
       TypeError: If `step_fn` does not return a state with the types of its argument, a loss, and a
-        norm, if `key` is not a key, or if `steps` is not an int.
+        norm, or if another argument has the wrong type.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from optaxclip import ops, tuning
-      >>> def init_fn(key):
-      ...     return jax.random.normal(key, (3,))
+      >>> from optaxclip import ops
       >>> def step_fn(params, target, threshold):
       ...     loss, grads = jax.value_and_grad(lambda p: jnp.sum((p - target) ** 2))(params)
       ...     grads, norm = ops.clip_by_global_norm(grads, threshold)
       ...     return params - 0.1 * grads, loss, norm
-      >>> data = jnp.ones((40, 3))
-      >>> result = tuning.sweep(init_fn, step_fn, [0.01, 1.0, 100.0], 40, key=0, data=data)
+      >>> result = sweep(jax.random.normal, step_fn, [0.01, 1.0, 9.0], 40, key=0, data=jnp.ones(40))
       >>> print(result.threshold, result.diverged)
-      100.0 [False False False]
+      9.0 [False False False]
     """
     values = np.asarray(thresholds, np.float32)
     if values.ndim != 1 or not values.size or not (values > 0).all():
