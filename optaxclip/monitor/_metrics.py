@@ -3,8 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,6 @@ from optaxclip.monitor._summary import (
     NUMBERS,
     OF_ALL,
     ClipRecord,
-    Counts,
     HistogramRecord,
     LogRecord,
     Recorded,
@@ -191,18 +189,7 @@ def metrics(
       >>> print(step(tx.init(grads))["train/clip_by_group_norm/norm/actor"])
       5.0
     """
-    states, labels, on_device = _collect(opt_state, prefix, since, top, per_group, "metrics")
-    # The arrays can be in the memory of the host, for example with an offloaded optimizer state.
-    records, earlier, rates = put_on_device(on_device)
-    summaries = {
-        name: _summarize_on_device(
-            record, earlier.get(name, {}), with_labels=bool(labels[name]), top=top
-        )
-        for name, record in records.items()
-    }
-    # Under `vmap`, the states can have several learning rates.
-    rates = {name: jnp.max(jnp.asarray(rate)) for name, rate in rates.items()}
-    return _flatten(states, summaries, labels, rates, prefix, with_names=False)
+    return _read_numbers(opt_state, prefix, since, top, per_group, "metrics", on_host=False)
 
 
 @overload
@@ -262,47 +249,62 @@ def scalars(
       >>> print(found["clip_by_norm/clipped_fraction"], found["clip_by_norm/top/0/name"])
       1.0 w
     """
-    return scalars_on_host(opt_state, prefix, since, top, per_group, "scalars")
+    return _read_numbers(opt_state, prefix, since, top, per_group, "scalars", on_host=True)
 
 
-def scalars_on_host(
-    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, per_group: bool, caller: str
+def _read_numbers(
+    opt_state: PyTree,
+    prefix: str,
+    since: PyTree | None,
+    top: int,
+    per_group: bool,
+    caller: str,
+    *,
+    on_host: bool,
 ) -> dict[str, Any]:
-    """Implements `scalars` and `json_line`, with the name of the `caller` in messages."""
-    states, labels, on_device = _collect(opt_state, prefix, since, top, per_group, caller)
-    # One transfer for all records, because transfers wait for the device.
-    records, earlier, rates = fetch_to_host(on_device, caller)
-    summaries = {
-        name: summarize(record, earlier.get(name, {}), with_labels=bool(labels[name]), top=top)
-        for name, record in records.items()
-    }
-    rates = {name: np.max(rate) for name, rate in rates.items()}
-    numbers = _flatten(states, summaries, labels, rates, prefix, with_names=True)
-    return {name: x if isinstance(x, str) else float(x) for name, x in numbers.items()}
-
-
-Labels: TypeAlias = dict[str, tuple[str, ...]]
-"""The labels with separate numbers, by the names of records."""
-
-
-def _collect(
-    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, per_group: bool, caller: str
-) -> tuple[dict[str, Recorded], Labels, tuple[dict[str, LogRecord], Counts, dict[str, Any]]]:
-    """Returns the states, their labels, and the records, counts and learning rates to transfer."""
+    """Implements `metrics` and `scalars`, with the name of the `caller` in messages."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
     check_bool(per_group, "per_group")
     check_int(top, 0, "top")
     states = loggable_records(opt_state, caller)
-    records = {name: record_of(state) for name, state in states.items()}
-    labels = {name: _labels_of(states[name], x, per_group) for name, x in records.items()}
-    earlier = counts_until(records, since)
-    if top and not any(map(has_elements, records.values())):
+    found = {name: record_of(state) for name, state in states.items()}
+    labels = {name: _labels_of(states[name], x, per_group) for name, x in found.items()}
+    arrays = found, counts_until(found, since), learning_rates(opt_state)
+    if top and not any(map(has_elements, found.values())):
         raise ValueError(
-            f"top must be 0 if no clip or record has several leaves or groups, got {top}; insert "
-            "monitor.record(scope=scopes.leaf()) before the clip"
+            f"top must be 0 if no stage or record has several leaves or groups, got {top}; insert "
+            "monitor.record(scope=scopes.leaf()) into the chain"
         )
-    return states, labels, (records, earlier, learning_rates(opt_state))
+    # One transfer for all arrays, because transfers to the host wait for the device. The arrays can
+    # also be in the memory of the host, for example with an offloaded optimizer state.
+    found, earlier, rates = fetch_to_host(arrays, caller) if on_host else put_on_device(arrays)
+    compute, xp = (summarize, np) if on_host else (_summarize_on_device, jnp)
+    flat: dict[str, Any] = {}
+    for name, state in states.items():
+        front, ends = f"{prefix}{name}", [f"/{label}" for label in labels[name]] or [""]
+        with_labels = bool(labels[name])
+        numbers = compute(found[name], earlier.get(name, {}), with_labels=with_labels, top=top)
+        # `jit` sorts its results by name, so use the order of NUMBERS.
+        for field in (field for field in NUMBERS if field in numbers):
+            suffixes = [""] if field in OF_ALL else ends
+            flat |= {f"{front}/{field}{x}": numbers[field][i] for i, x in enumerate(suffixes)}
+        for i, worst in enumerate(numbers.get("top", ())):
+            # Names are strings, so compiled functions can only return positions.
+            if not on_host:
+                flat[f"{front}/top/{i}/index"] = worst["index"]
+            elif names := names_of(state):
+                flat[f"{front}/top/{i}/name"] = names[int(worst["index"])]
+            else:
+                raise names_lost_error(f"the state of {name_of(state)}")
+            flat |= {
+                f"{front}/top/{i}/{field}": worst[field] for field in NUMBERS if field in worst
+            }
+    # Under `vmap`, the states can have several learning rates.
+    flat |= {f"{prefix}{name}": xp.max(xp.asarray(rate)) for name, rate in rates.items()}
+    if not on_host:
+        return flat
+    return {name: x if isinstance(x, str) else float(x) for name, x in flat.items()}
 
 
 def _labels_of(state: Recorded, record: LogRecord, per_group: bool) -> tuple[str, ...]:
@@ -325,37 +327,6 @@ def _summarize_on_device(
     # The arrays can be traced, or sharded by seeds over an explicit mesh.
     record, earlier = jax.tree.map(meshes.replicate, (record, earlier))
     return summarize(record, earlier, with_labels, top)
-
-
-def _flatten(
-    states: Mapping[str, Recorded],
-    summaries: Mapping[str, Summary],
-    labels: Labels,
-    rates: Mapping[str, Any],
-    prefix: str,
-    *,
-    with_names: bool,
-) -> dict[str, Any]:
-    flat = {}
-    for name, state in states.items():
-        numbers, ends = summaries[name], [f"/{label}" for label in labels[name]] or [""]
-        # `jit` sorts its results by name, so use the order of NUMBERS.
-        for field in (field for field in NUMBERS if field in numbers):
-            suffixes = [""] if field in OF_ALL else ends
-            flat |= {
-                f"{prefix}{name}/{field}{x}": numbers[field][i] for i, x in enumerate(suffixes)
-            }
-        for i, worst in enumerate(numbers.get("top", ())):
-            top = f"{prefix}{name}/top/{i}"
-            # Names are strings, so compiled functions can only return indices.
-            if not with_names:
-                flat[f"{top}/index"] = worst["index"]
-            elif names := names_of(state):
-                flat[f"{top}/name"] = names[int(worst["index"])]
-            else:
-                raise names_lost_error(f"the state of {name_of(state)}")
-            flat |= {f"{top}/{field}": worst[field] for field in NUMBERS if field in worst}
-    return flat | {f"{prefix}{name}": rate for name, rate in rates.items()}
 
 
 def json_line(
@@ -396,7 +367,7 @@ def json_line(
       >>> print(line.split(", ")[:3])
       ['{"step": 7', '"loss": 0.5', '"clip_by_global_norm/norm": null']
     """
-    found = scalars_on_host(opt_state, "", since, top, per_group, "json_line")
+    found = _read_numbers(opt_state, "", since, top, per_group, "json_line", on_host=True)
     if twice := sorted(found.keys() & more.keys()):
         raise ValueError(f"more must not contain the name of a scalar, got {twice[0]!r}; rename it")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}

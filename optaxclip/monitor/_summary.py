@@ -66,8 +66,6 @@ class _CountedRecord:
 
 @dataclasses.dataclass(frozen=True)
 class NormRecord(_CountedRecord):
-    """The most recent step of a clipping stage or a skip wrapper."""
-
     # f32[*states] for a whole tree, and f32[*states, elements] for leaves, groups or labels.
     norm: Any
     threshold: Any
@@ -92,13 +90,11 @@ class NormRecord(_CountedRecord):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClipRecord(NormRecord):
-    """The most recent step of a clipping stage."""
-
     num_clipped: Any  # i32, with the shape of `norm`
     steps: Any  # i32[*states]
 
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Returns the numbers of the worst elements, and the largest counts."""
+        """Returns the numbers of the worst elements, and the largest counts, [labels]."""
         xp, record = _namespace(self.norm), self.since(earlier)
         shape = _column_shape(self.steps, with_labels)
         found = record.worst_elements(shape)
@@ -122,8 +118,6 @@ class ClipRecord(NormRecord):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SkipRecord(NormRecord):
-    """The most recent step of a skip wrapper, and the loss if the wrapper checks it."""
-
     num_skipped: Any  # i32[*states]
     loss: Any = None  # f32[*states]
     loss_threshold: Any = None  # f32[*states]
@@ -148,12 +142,9 @@ class SkipRecord(NormRecord):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaleRecord(SkipRecord):
-    """The most recent step of `scale_loss`."""
-
     loss_scale: Any  # f32[*states]
 
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Returns the numbers of the skip wrapper, and the smallest loss scale."""
         xp, scales = _namespace(self.loss_scale), self.loss_scale.reshape(-1, 1)
         smallest = xp.min(scales, axis=0, initial=xp.inf)  # f32[1]
         return super().summarize(earlier, with_labels) | {"loss_scale": smallest}
@@ -162,8 +153,6 @@ class LossScaleRecord(SkipRecord):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NoiseRecord:
-    """The averages of `noise_scale`."""
-
     steps: Any  # i32[*states]
     signal: Any  # f32[*states]
     variance: Any  # f32[*states]
@@ -181,13 +170,10 @@ class NoiseRecord:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HistogramRecord(_CountedRecord):
-    """The most recent counts of `histogram`."""
-
     steps: Any  # i32[*states]
     sizes: Any  # u32[*states, groups, 2, counts]
 
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Returns quantiles of the exponents, the fraction of zeros, and non-finite counts."""
         xp = _namespace(self.steps)
         # The counts are from a single step, so they remain valid if no step followed `since`.
         was_run, steps = xp.any(self.steps > 0), self.since(earlier).steps
@@ -226,13 +212,10 @@ class HistogramRecord(_CountedRecord):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StatisticsRecord(_CountedRecord):
-    """The most recent step of `record`."""
-
     steps: Any  # i32[*states]
     last: dict[str, Any]  # f32[*states], or f32[*states, groups]
 
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Returns the largest statistics."""
         shape = _column_shape(self.steps, with_labels)
         found = {name: _nan_aware_max(x.reshape(shape)) for name, x in self.last.items()}
         return found | {"steps": _column_max(self.since(earlier).steps.reshape(-1, 1))}

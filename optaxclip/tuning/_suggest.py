@@ -24,14 +24,13 @@ MIN_NORMS, ENOUGH_NORMS = 10, 100
 EXPLOSION = 20.0
 """If the level increases by more than this factor after the warm-up, the run has diverged."""
 RISE_BEFORE_COLLAPSE, COLLAPSE = 5.0, 50.0
-"""If the level increases by the first factor and then decreases to the initial level divided by the
+"""If the level increases by the first factor and then falls to the initial level divided by the
 second factor, the run has diverged."""
 PILE_FRACTION, PILE_RATIO = 0.1, 3.0
-"""If more than this fraction of the norms is within a thousandth of the largest norm and the next
-most common value is at most a third as common, the norms were clipped before."""
+"""If more than this fraction of the norms is within a thousandth of the largest norm, and the next
+most common value is at most a third as common, the norms were already clipped."""
 START_FRACTION = 0.05
-MAX_REPLAYED = 10_000
-"""The maximum number of norms that are replayed through a method."""
+MAX_REPLAYED = 10_000  # The maximum number of norms that are replayed through a method.
 
 Method: TypeAlias = tuple[str, Callable[[], optax.GradientTransformation]]
 TUNING_FREE = 1.0
@@ -128,45 +127,35 @@ class Suggestion:
 
     def __str__(self) -> str:
         """Formats a summary and a table of methods."""
-        doubt = " (see warnings)" if self.warnings else ""
-        title, constant, adaptive = {
-            "constant": (f"threshold {self.threshold:g}{doubt}", "suggested", "adaptive"),
-            "adaptive": (
-                f"{self.adaptive.call}{doubt}, because the level changes by a factor of "
-                f"{self.level_ratio:.3g}",
-                "the best constant threshold",
-                "suggested",
-            ),
-            "none": ("no threshold", "", "adaptive"),
-        }[self.recommendation]
-        moved = "" if self.regime == "stationary" else f" by a factor of {self.level_ratio:.3g}"
+        moved = f" by a factor of {self.level_ratio:.3g}" if self.regime != "stationary" else ""
         sizes = self.norms[self.is_spike]
         of_spikes = f", from {sizes.min():.3g} to {sizes.max():.3g}" if sizes.size else ""
-        found = (
+        lines = [
+            *(f"warning: {warning}" for warning in self.warnings),
             f"{len(self.norms)} norms, {self.num_nonfinite} of them non-finite, {self.num_zeros} "
             f"zero; {self.warmup_steps} of warm-up; the level is {self.regime}{moved}",
             f"typical norm {self.typical_norm:.3g}, most within a factor of "
             f"{math.exp(self.spread):.2f} of their level; spikes: {len(sizes)}{of_spikes}",
-        )
-        rows = [
-            Alternative(
-                f"clip_by_global_norm({self.threshold:g})", self.clipped_fraction, constant
-            ),
-            self.adaptive._replace(reason=f"{adaptive}, {self.adaptive.reason}"),
-            self.tuning_free,
         ]
-        if self.recommendation == "none":
-            rows = []
-        width = max((len(row.call) for row in rows), default=0)
-        return "\n".join(
-            (
-                title,
-                *(f"warning: {warning}" for warning in self.warnings),
-                *found,
-                *(f"  {call:<{width}}  clips {part:6.1%}  {why}" for call, part, why in rows),
-                *(f"note: {note}" for note in self.notes),
+        title, doubt = "no threshold", " (see warnings)" if self.warnings else ""
+        if self.recommendation != "none":
+            title, constant, adaptive = (
+                f"threshold {self.threshold:g}{doubt}",
+                "suggested",
+                "adaptive",
             )
-        )
+            if self.recommendation == "adaptive":
+                title = f"{self.adaptive.call}{doubt}, because the level changes{moved}"
+                constant, adaptive = "the best constant threshold", "suggested"
+            call = f"clip_by_global_norm({self.threshold:g})"
+            rows = [
+                Alternative(call, self.clipped_fraction, constant),
+                self.adaptive._replace(reason=f"{adaptive}, {self.adaptive.reason}"),
+                self.tuning_free,
+            ]
+            width = max(len(row.call) for row in rows)
+            lines += [f"  {call:<{width}}  clips {part:6.1%}  {why}" for call, part, why in rows]
+        return "\n".join([title, *lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields except the arrays as Python types that JSON supports."""
@@ -185,7 +174,7 @@ class Suggestion:
         """Returns the fraction of norms that a method clips."""
         is_positive = np.isfinite(self.norms) & (self.norms > 0)
         last = self.norms[is_positive][-MAX_REPLAYED:]
-        # Division by the median prevents overflow and underflow in float32.
+        # Dividing by the median prevents overflow and underflow in float32.
         unit = float(np.median(last))
         # Padding with zeros to a power of two reduces the number of compiled programs.
         padded = np.zeros(max(1 << (len(last) - 1).bit_length(), 64), np.float32)
@@ -255,7 +244,7 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
     if steps.shape != values.shape or steps.dtype.kind not in "iu":
         raise ValueError(
             f"steps must be integers of shape {values.shape}, got {steps.dtype} of shape "
-            f"{steps.shape}; pass one step per norm"
+            f"{steps.shape}"
         )
     # Zeros and non-finite norms have no logarithm, so they are excluded.
     (used,) = np.nonzero(np.isfinite(values) & (values > 0))
@@ -265,7 +254,7 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
     # [used] -> [n]
     is_spike = np.zeros(len(values), bool)
     is_spike[used[shape.warmup :]] = shape.spikes[shape.warmup :]
-    ordinary = logs[shape.warmup :][~shape.spikes[shape.warmup :]]
+    typical = logs[shape.warmup :][~shape.spikes[shape.warmup :]]
     reasons = (*_loss_reasons(values, logs, shape), *_clip_reasons(values[used]))
     few = f"there are only {len(used)} norms; record at least {ENOUGH_NORMS}"
     warnings = (*reasons, few) if len(used) < ENOUGH_NORMS else reasons
@@ -279,7 +268,7 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
         regime=shape.regime,
         level_ratio=math.exp(shape.ratio),
         warmup_steps=warmup,
-        typical_norm=math.exp(float(np.median(ordinary))),
+        typical_norm=math.exp(float(np.median(typical))),
         spread=shape.spread,
         warnings=warnings,
         notes=_notes(values, steps, shape, warmup, threshold),
@@ -305,15 +294,12 @@ def _check_norms(norms: HostArrayLike) -> Floats:
     if array.dtype == object or hasattr(norms, "_fields"):
         raise TypeError(
             f"norms must be an array of real numbers, got {short_repr(norms)} of type "
-            f"{type(norms).__name__}; pass optaxclip.monitor.history(state) for a state with "
-            "monitor.record"
+            f"{type(norms).__name__}; pass optaxclip.monitor.history(state) for a state"
         )
     if array.dtype.kind not in "fiu" and array.dtype != jnp.bfloat16:
-        raise TypeError(f"norms must be real numbers, got the dtype {array.dtype}")
+        raise TypeError(f"norms must be real numbers, got dtype {array.dtype}")
     if array.ndim != 1:
-        raise ValueError(
-            f"norms must have one axis, got shape {array.shape}; pass the norms of a single run"
-        )
+        raise ValueError(f"norms must have one axis, got shape {array.shape}; pass a single run")
     values = array.astype(np.float64)
     negative = np.flatnonzero(values < 0)
     if negative.size:
@@ -322,8 +308,8 @@ def _check_norms(norms: HostArrayLike) -> Floats:
     num_used = int(np.sum(np.isfinite(values) & (values > 0)))
     if num_used < MIN_NORMS:
         raise ValueError(
-            f"norms must contain at least {MIN_NORMS} finite positive numbers, got {num_used} of "
-            f"{len(values)} and {np.sum(values == 0)} zeros; record more steps before clipping"
+            f"norms must contain at least {MIN_NORMS} finite positive numbers, got {num_used} out "
+            f"of {len(values)}; record more steps before clipping"
         )
     return values
 
@@ -331,7 +317,7 @@ def _check_norms(norms: HostArrayLike) -> Floats:
 def _loss_reasons(norms: Floats, logs: Floats, shape: Shape) -> tuple[str, ...]:
     """Returns the reasons why the run probably diverged."""
     reasons = []
-    # Medians of five norms are not affected by isolated spikes.
+    # Isolated spikes do not affect medians of five norms.
     near = running_median(logs, 5)  # f64[used]
     start = float(np.median(near[: max(len(near) // 20, 5)]))
     peak = int(np.argmax(near))
@@ -358,7 +344,7 @@ def _clip_reasons(norms: Floats) -> tuple[str, ...]:
     """Returns the reason why the norms, float64[n], had probably already been clipped."""
     largest = norms.max()
     pile = int(np.sum(norms >= 0.999 * largest))
-    # Coarsely rounded norms are often equal too, but not mainly to the largest norm.
+    # Coarsely rounded norms are also often equal, but not mainly to the largest norm.
     _, counts = np.unique(np.round(norms[norms < 0.999 * largest] / largest, 3), return_counts=True)
     next_pile = counts.max(initial=0)
     if pile < max(PILE_FRACTION * len(norms), 3) or pile < PILE_RATIO * next_pile:
@@ -378,7 +364,7 @@ def _notes(
         notes.append(f"{zeros} norms are zero ({zeros / n:.1%}) and ignored")
     if not np.isfinite(norms).all():
         notes.append("clipping cannot fix non-finite gradients; use optaxclip.skip_nonfinite")
-    # Use the median, because steps may be missing after a restart.
+    # Uses the median, because steps may be missing after a restart.
     every = round(float(np.median(np.diff(steps))))
     if every > 1:
         notes.append(f"the log has one of {every} steps and can miss spikes")
@@ -388,7 +374,7 @@ def _notes(
         notes.append(f"the level {verb} by a factor of {math.exp(turns[verb]):.3g}")
     if math.isnan(threshold):
         return tuple(notes)
-    # Norms are often larger at the start, where a threshold from the whole run may be too low.
+    # Norms are often larger at the start, so a threshold from the whole run may be too low there.
     start = norms[: max(warmup, round(START_FRACTION * n), 5)]
     start = start[np.isfinite(start) & (start > 0)]
     at_start = float(np.mean(start > threshold)) if start.size else 0.0
