@@ -139,11 +139,8 @@ class Suggestion:
         ]
         title, doubt = "no threshold", " (see warnings)" if self.warnings else ""
         if self.recommendation != "none":
-            title, constant, adaptive = (
-                f"threshold {self.threshold:g}{doubt}",
-                "suggested",
-                "adaptive",
-            )
+            title = f"threshold {self.threshold:g}{doubt}"
+            constant, adaptive = "suggested", "adaptive"
             if self.recommendation == "adaptive":
                 title = f"{self.adaptive.call}{doubt}, because the level changes{moved}"
                 constant, adaptive = "the best constant threshold", "suggested"
@@ -299,7 +296,7 @@ def _check_norms(norms: HostArrayLike) -> Floats:
     if array.dtype.kind not in "fiu" and array.dtype != jnp.bfloat16:
         raise TypeError(f"norms must be real numbers, got dtype {array.dtype}")
     if array.ndim != 1:
-        raise ValueError(f"norms must have one axis, got shape {array.shape}; pass a single run")
+        raise ValueError(f"norms must have one axis, got shape {array.shape}; pass one run")
     values = array.astype(np.float64)
     negative = np.flatnonzero(values < 0)
     if negative.size:
@@ -309,7 +306,7 @@ def _check_norms(norms: HostArrayLike) -> Floats:
     if num_used < MIN_NORMS:
         raise ValueError(
             f"norms must contain at least {MIN_NORMS} finite positive numbers, got {num_used} out "
-            f"of {len(values)}; record more steps before clipping"
+            f"of {len(values)} ({np.sum(values == 0)} are zero); record more steps before clipping"
         )
     return values
 
