@@ -24,13 +24,7 @@ from optaxclip._base.validation import check_int, validate_call
 from optaxclip._engine.clip import compute_norms
 from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import make_plan
-from optaxclip.monitor._find_states import (
-    check_ring_buffer,
-    deduplicate,
-    iter_states,
-    name_of,
-    unbox,
-)
+from optaxclip.monitor._find_states import check_ring_buffer, iter_states, unbox, unique_names
 from optaxclip.monitor._summary import (
     EMPTY_RECORD,
     ClipRecord,
@@ -208,8 +202,7 @@ def event_sources(inner_state: PyTree) -> list[EventSource]:
     """Returns all sources of events in a state, in the order of `read`."""
     found, sources = list(iter_states(inner_state, (ClipState, SkipState))), []
     skips: dict[int, Path] = {}
-    names = deduplicate([name_of(state) for _, state in found])
-    for name, (path, state) in zip(names, found, strict=True):
+    for name, (path, state) in zip(unique_names([x for _, x in found]), found, strict=True):
         record, fraction = norm_record_of(state), unbox(state.info.fraction)
         # The path of a wrapped state starts with the path of the wrapper's state.
         around = tuple(i for i, outer in skips.items() if path[: len(outer)] == outer)

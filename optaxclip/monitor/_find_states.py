@@ -176,6 +176,11 @@ def _state_from_dict(node: Mapping[str, Any], kind: Any, name: StaticNames) -> A
     return kind(**{field: known.get(field, ()) for field in kind._fields})
 
 
+def unique_names(states: Sequence[Any]) -> list[str]:
+    """Returns the names of states in `metrics`."""
+    return deduplicate([name_of(state) for state in states])
+
+
 def name_of(state: Any) -> str:
     return next(iter(state.info.name if hasattr(state, "info") else state.name))
 

@@ -271,18 +271,16 @@ def dtype_fit(
       A `DtypeFit`, which you can `print` to see a table.
 
     Raises:
-      ValueError: If `histograms` raises it, if `max_lost_fraction` is negative or at least 1, or if
-        `dtype` is not a real floating-point format with a sign and 0.
-      TypeError: If `histograms` raises it, if `max_lost_fraction` is not a number, or if `dtype` is
-        not a dtype.
+      ValueError: If `histograms` raises it, if `max_lost_fraction` is not in [0, 1), or if `dtype`
+        is not a real floating-point format with a sign and 0.
+      TypeError: If `histograms` raises it, or if an argument has the wrong type.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from optaxclip import monitor
       >>> tx = monitor.histogram()
       >>> grads = {"embed": 2.0 ** -jnp.arange(12.0, 30.0), "head": 2.0 ** -jnp.arange(0.0, 9.0)}
-      >>> _, state = tx.update(grads, tx.init(grads))
-      >>> print(dtype_fit(state, jnp.float16))
+      >>> print(dtype_fit(tx.update(grads, tx.init(grads))[1], jnp.float16))
       float16: take the loss scale 2**10; 2 of 2 groups fit
              becomes 0  too large  loss scale
       embed     27.78%      0.00%  2**5 to 2**27

@@ -14,16 +14,14 @@ from optaxclip.monitor import Histogram
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_LABELS = 40
-"""More names next to a plot would overlap."""
+MAX_LABELS = 40  # More names would overlap.
 LOST_STYLE = {"color": style.COLORS[0], "hatch": "////", "edgecolor": "white", "linewidth": 0}
 IN_RANGE_STYLE = {"color": "0.6", "linewidth": 0}
 DECADES, MAX_BAR_HEIGHT, MIN_BAR_HEIGHT = 6, 0.85, 0.03
-"""The powers of ten of the fractions in a row, and the heights of its largest and smallest bar."""
+"""The powers of ten in the scale of a row, and the heights of the largest and smallest bars."""
 BAND_DISTANCE = 0.6
-"""The distance between bands, as a fraction of the height of a row. A third of it for one row."""
-NEAR_EXPONENTS = 32
-"""The axis includes the ends of bands that are at most this many powers of two outside."""
+"""The distance between bands relative to the height of a row, divided by 3 if there is one row."""
+NEAR_EXPONENTS = 32  # Ends of bands that are farther from all elements are not shown.
 
 
 class HeatmapStyle(NamedTuple):
@@ -101,20 +99,20 @@ def heatmap(
         positive = shown[shown > 0]
         low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
         scale = LogNorm(low, high if high > low else 2 * low, clip=True)
-        # A norm of 0 has no logarithm, so it uses the lowest color.
+        # Norms of 0 have no logarithm, so they use the lowest color.
         shown = np.maximum(shown, low)
     else:
         scale = Normalize(*look.limits, clip=True)
     rows = np.arange(found.shape[1])
     colors = colormaps[look.colormap].with_extremes(bad="red")
     mesh = axes.pcolormesh(_cell_edges(x), _cell_edges(rows), shown.T, norm=scale, cmap=colors)
-    mesh.set_rasterized(True)  # otherwise, vector formats contain a shape per cell
+    mesh.set_rasterized(True)  # Otherwise, vector formats contain one shape per cell.
     if names is None:
         axes.set_ylabel("leaf")
     else:
         stride = -(-len(rows) // MAX_LABELS)
         axes.set_yticks(rows[::stride], list(names)[::stride])
-    axes.invert_yaxis()  # the first leaf is at the top
+    axes.invert_yaxis()  # The first leaf is at the top.
     if bad := np.isnan(shown).sum():
         look_of_bad = {"color": "red", "marker": "s", "linestyle": "", "markersize": 9}
         axes.plot([], [], label=f"non-finite ({bad})", **look_of_bad)
@@ -137,9 +135,9 @@ class DtypeBand(NamedTuple):
     """A floating-point dtype and its range as exponents of two."""
 
     name: str
-    bottom: int  # of half the smallest number, below which values are rounded to 0
-    full: int  # of the smallest normal number
-    top: int  # of the power of two above the largest number
+    bottom: int  # The exponent of half the smallest number. Smaller values are rounded to 0.
+    full: int  # The exponent of the smallest normal number.
+    top: int  # The exponent of the power of two above the largest number.
 
 
 def element_histogram(
@@ -191,7 +189,6 @@ def element_histogram(
         )
     bands = _compute_bands(dtypes)
     axes = style.new_axes(ax)
-    # Ends of bands that are far from all elements would only compress the bars.
     low, high = np.min(ends) - 1, np.max(ends) + 1
     near = [end for band in bands for end in (band.bottom, band.top)]
     near = [end for end in near if low - NEAR_EXPONENTS <= end <= high + NEAR_EXPONENTS]
