@@ -44,10 +44,7 @@ def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any
 def find_one_state(
     opt_state: PyTree, name: str | None, *kinds: type, reader: str, what: str
 ) -> Any:
-    """Returns the only state of these kinds, or the only one with the name.
-
-    Messages contain the function that reads the state, and the function that makes it, `what`.
-    """
+    """Returns the only state of these kinds, or the only one with the name."""
     found = list(find(opt_state, *kinds).values())
     fitting = [state for state in found if name in (None, name_of(state))]
     if len(fitting) == 1:
@@ -110,10 +107,7 @@ def deduplicate(names: Sequence[str]) -> list[str]:
 
 
 def iter_states(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Iterates over the paths and states of the given kinds, outer states first.
-
-    Does not repeat the skip inside a `LossScaleState` if both kinds are requested.
-    """
+    """Iterates over the paths and states of the given kinds, outer states first."""
     # A skip state is always a leaf, because its `inner_state` is traversed separately.
     stop = (*kinds, SkipState)
     pairs = jax.tree_util.tree_leaves_with_path(
@@ -124,7 +118,7 @@ def iter_states(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator
         _check_not_deleted(state)
         if isinstance(state, tuple(kinds)):
             yield (*path, *rest), state
-        if isinstance(state, LossScaleState):
+        if isinstance(state, LossScaleState):  # The skip inside is not a separate state.
             rest, state = (*rest, GetAttrKey("skip")), state.skip
         if hasattr(state, "inner_state"):
             inside = (*path, *rest, GetAttrKey("inner_state"))

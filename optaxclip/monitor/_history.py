@@ -76,11 +76,11 @@ def history(
 def _fetch_rows(steps: Any, *rings: Any) -> list[Any]:
     """Returns the number of steps, and the rows of all ring buffers, oldest first."""
     arrays = [find_states.unbox(x) for x in (steps, *rings)]
-    steps, *rings = find_states.fetch_to_host(arrays, "history")
+    steps, *fetched = find_states.fetch_to_host(arrays, "history")
     find_states.check_not_vmapped(steps, "history")
     # [window, ...] -> [min(steps, window), ...]. In a full ring buffer, the oldest row is the next
     # row to be overwritten.
-    return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
+    return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in fetched)]
 
 
 def _fields_of(sources: list[EventSource]) -> list[list[str]]:

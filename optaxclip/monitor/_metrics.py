@@ -54,12 +54,10 @@ class Records(dict[str, ClipInfo]):
         raise KeyError(f"key must match exactly one of {list(self)}, got {end!r} with {matches}")
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, ClipInfo]], tuple[str, ...]]:
-        """Returns the records as children, and the keys."""
         return [(jax.tree_util.DictKey(key), info) for key, info in self.items()], tuple(self)
 
     @classmethod
     def tree_unflatten(cls, keys: tuple[str, ...], infos: Any) -> "Records":
-        """Rebuilds the records from their keys and children."""
         return cls(zip(keys, infos, strict=True))
 
 
@@ -189,7 +187,7 @@ def metrics(
       >>> print(step(tx.init(grads))["train/clip_by_group_norm/norm/actor"])
       5.0
     """
-    return _read_numbers(opt_state, prefix, since, top, per_group, "metrics", on_host=False)
+    return _read_numbers(opt_state, prefix, since, top, per_group, "metrics")
 
 
 @overload
@@ -249,20 +247,14 @@ def scalars(
       >>> print(found["clip_by_norm/clipped_fraction"], found["clip_by_norm/top/0/name"])
       1.0 w
     """
-    return _read_numbers(opt_state, prefix, since, top, per_group, "scalars", on_host=True)
+    return _read_numbers(opt_state, prefix, since, top, per_group, "scalars")
 
 
 def _read_numbers(
-    opt_state: PyTree,
-    prefix: str,
-    since: PyTree | None,
-    top: int,
-    per_group: bool,
-    caller: str,
-    *,
-    on_host: bool,
+    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, per_group: bool, caller: str
 ) -> dict[str, Any]:
-    """Implements `metrics` and `scalars`, with the name of the `caller` in messages."""
+    """Implements `metrics` on the device, and the other callers on the host."""
+    on_host = caller != "metrics"
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
     check_bool(per_group, "per_group")
@@ -365,7 +357,7 @@ def json_line(
       >>> print(json_line(opt_state, step=7, loss=0.5)[:60])
       {"step": 7, "loss": 0.5, "clip_by_global_norm/norm": null, "
     """
-    found = _read_numbers(opt_state, "", since, top, per_group, "json_line", on_host=True)
+    found = _read_numbers(opt_state, "", since, top, per_group, "json_line")
     if twice := sorted(found.keys() & more.keys()):
         raise ValueError(f"more must not contain the name of a scalar, got {twice[0]!r}; rename it")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}

@@ -121,8 +121,7 @@ def noise_scale(
         noise = extra_args.get("noise")
         if noise is None:
             raise ValueError(
-                f"{name}: noise must be passed to update, got None; use "
-                "update(grads, state, params, noise=accumulated.noise)"
+                f"{name}: noise must be passed to update, got None; use noise=accumulated.noise"
             )
         if not isinstance(noise, NoiseSums):
             raise TypeError(

@@ -1,7 +1,4 @@
-"""Records norms and other statistics of the most recent steps on the device.
-
-Statistics are computed from a few norms. A norm shared by several statistics is computed only once.
-"""
+"""Records norms and other statistics of recent steps on the device."""
 
 import dataclasses
 import functools

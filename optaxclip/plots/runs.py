@@ -277,10 +277,8 @@ def _check_runs(
     series: Curves, steps: HostArrayLike | None, name: str
 ) -> dict[str, tuple[style.Numbers, style.Numbers]]:
     if not isinstance(series, Mapping):
-        raise TypeError(
-            f"{name} must be a dict from run names to {name}, such as {{'run': {name}}}, got "
-            f"{short_repr(series)} of type {type(series).__name__}"
-        )
+        message = f"{name} must be a dict from run names to {name}, got {short_repr(series)}"
+        raise TypeError(f"{message} of type {type(series).__name__}")
     if not series:
         raise ValueError(f"{name} must be a dict with at least one run, got an empty dict")
     return {

@@ -1,7 +1,4 @@
-"""Estimates the local level and the scale of gradient norms, and finds spikes.
-
-All computations use logarithms of norms. The level is a running median, which spikes do not affect.
-"""
+"""Estimates the level and the scale of the logarithms of gradient norms, and finds spikes."""
 
 import math
 from itertools import pairwise
@@ -37,7 +34,7 @@ MAD_TO_STD = 1.4826
 class Shape(NamedTuple):
     """Properties of the logarithms of norms."""
 
-    level: Floats  # [n], the local level.
+    level: Floats  # [n], the local level, a running median, which spikes do not affect.
     spread: float  # The standard deviation of typical norms above their level.
     spikes: Flags  # [n], including the warm-up.
     warmup: int  # The number of initial norms with a level outside the range of later levels.

@@ -240,8 +240,7 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
     steps = np.arange(len(values)) if steps is None else np.asarray(steps)
     if steps.shape != values.shape or steps.dtype.kind not in "iu":
         raise ValueError(
-            f"steps must be integers of shape {values.shape}, got {steps.dtype} of shape "
-            f"{steps.shape}"
+            f"steps must be integers of shape {values.shape}, got {steps.dtype}{[*steps.shape]}"
         )
     # Zeros and non-finite norms have no logarithm, so they are excluded.
     (used,) = np.nonzero(np.isfinite(values) & (values > 0))

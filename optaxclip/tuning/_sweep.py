@@ -152,15 +152,12 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
     if not shapes:
         raise ValueError(
-            f"data must contain an array with one batch per step, got {short_repr(data)}; pass "
+            f"data must contain an array with one batch per step, got {short_repr(data)}; use "
             f"np.arange({steps}) if the steps need no data"
         )
-    short_ones = [shape for shape in shapes if not shape or shape[0] < steps]
-    if short_ones:
-        raise ValueError(
-            f"data must have a first axis of at least {steps} steps, got a leaf of shape "
-            f"{short_ones[0]}"
-        )
+    for shape in shapes:
+        if not shape or shape[0] < steps:
+            raise ValueError(f"data must have a first axis of at least {steps}, got shape {shape}")
     return jax.tree.map(lambda x: jnp.asarray(x[:steps]), data)
 
 
@@ -168,10 +165,7 @@ def _check_step(step_fn: StepFn, state: PyTree, batch: PyTree) -> None:
     out = jax.eval_shape(step_fn, state, batch, jnp.float32(1.0))
     if not (isinstance(out, tuple) and len(out) == 3):
         got = f"{len(out)} values" if isinstance(out, tuple) else f"one {type(out).__name__}"
-        raise TypeError(
-            f"step_fn must return three values (state, loss, norm), got {got}; return the norm "
-            "before clipping too"
-        )
+        raise TypeError(f"step_fn must return three values (state, loss, norm), got {got}")
     before, (after, loss, norm) = jax.eval_shape(lambda state: state, state), out
     # The text contains the structure, the shapes and the dtypes.
     if str(before) != str(after):
