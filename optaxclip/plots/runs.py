@@ -277,8 +277,8 @@ def _check_runs(
     series: Curves, steps: HostArrayLike | None, name: str
 ) -> dict[str, tuple[style.Numbers, style.Numbers]]:
     if not isinstance(series, Mapping):
-        message = f"{name} must be a dict from run names to {name}, got {short_repr(series)}"
-        raise TypeError(f"{message} of type {type(series).__name__}")
+        wanted = f"a dict of runs, such as {{'run': {name}}}"
+        raise TypeError(f"{name} must be {wanted}, got {short_repr(series)}")
     if not series:
         raise ValueError(f"{name} must be a dict with at least one run, got an empty dict")
     return {

@@ -157,7 +157,7 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
         )
     for shape in shapes:
         if not shape or shape[0] < steps:
-            raise ValueError(f"data must have a first axis of at least {steps}, got shape {shape}")
+            raise ValueError(f"data must have at least {steps} steps, got a leaf of shape {shape}")
     return jax.tree.map(lambda x: jnp.asarray(x[:steps]), data)
 
 
