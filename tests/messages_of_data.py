@@ -181,12 +181,8 @@ VALUE_ERRORS = {
     ),
     r"'norm', 'max',.*'maxx'; did you mean 'max'": lambda: monitor.record(stats=("norm", "maxx")),
     r"stats must be from \['norm'.*got 'kurtosis'$": lambda: monitor.record(stats="kurtosis"),
-    r"stats must be distinct names from \['norm'.* got \(\)": lambda: monitor.record(
-        stats=()
-    ),
-    r"distinct names from .* got \('max', 'max'\)": lambda: monitor.record(
-        stats=("max", "max")
-    ),
+    r"stats must be distinct names from \['norm'.* got \(\)": lambda: monitor.record(stats=()),
+    r"distinct names from .* got \('max', 'max'\)": lambda: monitor.record(stats=("max", "max")),
     "window must be an int of at least 1, got 0": lambda: monitor.record(0, stats="max"),
     "^loss must be False with scope or stats, got True": lambda: monitor.record(
         loss=True, stats=("max",)
