@@ -115,11 +115,11 @@ VALUE_ERRORS = {
     r"at least 61 steps, got a leaf of shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
     r"data must contain an array with .* got None.*np\.arange\(60\)": lambda: swept(data=None),
     r"data must contain an array with .* got \{\}.*np\.arange\(60\)": lambda: swept(data={}),
-    r"must contain a record, got none; insert monitor\.record\(window\) in": lambda: (
-        monitor.history(without_record())
+    r"must contain a record, got none; insert monitor\.record\(\) in": lambda: monitor.history(
+        without_record()
     ),
-    r"contain a record, got none; insert monitor\.record\(window\) into": lambda: (
-        monitor.history_names(without_record())
+    r"contain a record, got none; insert monitor\.record\(\) into": lambda: monitor.history_names(
+        without_record()
     ),
     r"one record, got None for \['record', 'events'\]; pass a name to hist": lambda: (
         monitor.history(of_several(monitor.record(2), monitor.events(optaxclip.clip_by_norm(1.0))))
@@ -146,49 +146,43 @@ VALUE_ERRORS = {
     r"of must be one of \['updates', 'params'\], got 'grads'": lambda: monitor.histogram(
         of="grads"
     ),
-    "params must be passed to the update with of='params', got None; use": lambda: (
+    "params must be passed to update if of='params', got None; use": lambda: (
         tx := monitor.histogram(of="params")
     ).update(GRADS, tx.init(GRADS)),
-    r"too_large must contain the largest size of float16, got \[\]": lambda: monitor.Histogram(
+    r"too_large must contain the largest number of float16, got \[\]": lambda: monitor.Histogram(
         np.ones(2, int), np.array([1.0, 2.0, 2.0**20]), 0, 0, 0
     ).overflow_fraction("float16"),
-    "max_lost_fraction must be at least 0 and below 1, got 1": lambda: monitor.dtype_fit(
+    r"max_lost_fraction must be in \[0, 1\), got 1": lambda: monitor.dtype_fit(
         (), max_lost_fraction=1
     ),
-    r"record: the ring buffer of the state must have the shape \[6\], got \[5\]": lambda: (
+    r"record: the ring buffer of the state must have shape \[6\], got \[5\]": lambda: (
         another_record({"window": 5}, {"window": 6})
     ),
-    r"ring buffer of the state must have the shape \[5\], got \[6\]": lambda: another_record(
+    r"ring buffer of the state must have shape \[5\], got \[6\]": lambda: another_record(
         {"window": 6}, {"window": 5}
     ),
-    r"ring buffer of the state must have the shape \[4\], got \[3\]": lambda: another_record(
+    r"ring buffer of the state must have shape \[4\], got \[3\]": lambda: another_record(
         {"window": 3, "loss": True}, {"window": 4, "loss": True}
     ),
-    r"ring buffer of the state must have the shape \[5\], got \[5, 3\]": lambda: another_record(
+    r"ring buffer of the state must have shape \[5\], got \[5, 3\]": lambda: another_record(
         {"window": 5, "scope": scopes.leaf()}, {"window": 5}
     ),
-    r"state must have the shape \[3, 2\], got \[5, 2\]; use the same window": lambda: (
-        another_record(
-            {"window": 5, "stats": ("norm", "max")}, {"window": 3, "stats": ("norm", "max")}
-        )
+    r"state must have shape \[3, 2\], got \[5, 2\]; use the same window": lambda: another_record(
+        {"window": 5, "stats": ("norm", "max")}, {"window": 3, "stats": ("norm", "max")}
     ),
-    "arrays that were donated .*; pass the state that this step returned": lambda: monitor.scalars(
+    "arrays that were donated .*; use the state that this step returned": lambda: monitor.scalars(
         donated()
     ),
-    "opt_state must contain usable arrays, got arrays that were donated": lambda: monitor.history(
-        donated()
+    "opt_state must not contain donated arrays, got arrays that were donated": lambda: (
+        monitor.history(donated())
     ),
-    "contain usable arrays, got arrays that were donated .*; pass the state that": lambda: (
+    "not contain donated arrays, got arrays that were donated .*; use the state that": lambda: (
         monitor.metrics(donated())
     ),
     r"'norm', 'max',.*'maxx'; did you mean 'max'": lambda: monitor.record(stats=("norm", "maxx")),
     r"stats must be from \['norm'.*got 'kurtosis'$": lambda: monitor.record(stats="kurtosis"),
-    r"stats must be one or more different names from \['norm'.* got \(\)": lambda: monitor.record(
-        stats=()
-    ),
-    r"one or more different names from .* got \('max', 'max'\)": lambda: monitor.record(
-        stats=("max", "max")
-    ),
+    r"stats must be distinct names from \['norm'.* got \(\)": lambda: monitor.record(stats=()),
+    r"distinct names from .* got \('max', 'max'\)": lambda: monitor.record(stats=("max", "max")),
     "window must be an int of at least 1, got 0": lambda: monitor.record(0, stats="max"),
     "^loss must be False with scope or stats, got True": lambda: monitor.record(
         loss=True, stats=("max",)

@@ -192,8 +192,8 @@ def copy_arrays(state: Any) -> Any:
 
 
 REINIT_HINT = (
-    "if the state is from a checkpoint of another transformation, use a new state for this stage, "
-    "as in opt_state = (tx.init(params)[0], *old_opt_state[1:]) for the first stage of a chain"
+    "pass a new state for this stage if the state is from another transformation, as in "
+    "opt_state = (tx.init(params)[0], *old_opt_state[1:]) for the first stage of a chain"
 )
 
 

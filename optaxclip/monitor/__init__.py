@@ -1,23 +1,22 @@
-"""Reads, logs and records the behavior of clips and skips from the optimizer's state.
+"""Records, logs and checks the behavior of clipping stages and skip wrappers.
 
-Clips and skips keep a record of their last step in their own state. This state can be inside
-`chain`, `masked`, `partition`, `MultiSteps`, `apply_if_finite`, `inject_hyperparams`, a Flax
-`TrainState`, an `nnx.Optimizer`, lists or dicts. (`clip`, `clip_by_value` and
-`clip_by_second_moment` have no norm and keep no record.) For logging, `metrics` converts the
-records to a flat dict of numbers inside the compiled step, `scalars` returns the same numbers as
-floats on the host, and `json_line` writes them as a line of JSON::
+Clipping stages and skip wrappers record their most recent step in the optimizer state. The
+functions find these records inside `chain`, `masked`, `partition`, `MultiSteps`, `apply_if_finite`,
+`inject_hyperparams`, a Flax `TrainState`, an `nnx.Optimizer`, lists, and dicts. (`clip`,
+`clip_by_value`, and `clip_by_second_moment` compute no norm and keep no record.) To log the
+records, call `metrics` inside the compiled step, or `scalars` or `json_line` on the host::
 
   for name, value in monitor.scalars(opt_state).items():
       writer.add_scalar(name, value, step)              # TensorBoard
   wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
 
-With `since=`, fractions and counts cover only the steps after an earlier state. `events` records
-the outcome of the last steps, so you can find a bad batch. `histogram` counts elements by
-magnitude, and `dtype_fit` shows which number format can represent them. After a skipped step,
-`bad_leaves` returns the names of the leaves that caused it, and `step_status` shows on the
-host whether training should continue. Inside the compiled step, `step_was_applied` shows whether
-other state must also remain unchanged. `loss_scale` is the factor by which a step multiplies its
-loss. `noise_scale` uses the gradients of microbatches to check whether the batch is too small.
+To find a bad batch, record the outcomes of recent steps with `events`. After a skipped step,
+`bad_leaves` returns the names of the leaves that caused it, and `step_status` shows on the host
+whether to return to a checkpoint. Inside the compiled step, `step_was_applied` shows whether other
+state, such as BatchNorm statistics, must also keep its old value.
+
+`histogram` counts elements by size, and `dtype_fit` shows which number format can represent them.
+`noise_scale` estimates from the gradients of microbatches whether the batch is too small.
 """
 
 from optaxclip.monitor._events import EventsState as EventsState

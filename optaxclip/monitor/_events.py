@@ -1,4 +1,4 @@
-"""Records the actions of clipping stages and skips at the last steps."""
+"""Records what clipping stages and skip wrappers do on recent steps."""
 
 import dataclasses
 from typing import Any, NamedTuple, Unpack
@@ -24,13 +24,7 @@ from optaxclip._base.validation import check_int, validate_call
 from optaxclip._engine.clip import compute_norms
 from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import make_plan
-from optaxclip.monitor._find_states import (
-    check_ring_buffer,
-    deduplicate,
-    iter_states,
-    name_of,
-    unbox,
-)
+from optaxclip.monitor._find_states import check_ring_buffer, iter_states, unbox, unique_names
 from optaxclip.monitor._summary import (
     EMPTY_RECORD,
     ClipRecord,
@@ -45,12 +39,11 @@ from optaxclip.norms import Norm
 from optaxclip.transforms.skip import SkipState, after_skip, check_inner
 
 VERDICTS = ("taken", "clipped", "not finite", "skipped")
-"""Possible outcomes of a step. If several apply, the last one is used."""
-NOT_RUN = -1
-"""Marks a stage that did not run. Leaves are numbered from 1, and 0 marks a tree without leaves."""
+"""The outcomes of a step. If several apply, the last one is used."""
+NOT_RUN = -1  # Positions of leaves start at 1, and 0 means that the tree has no leaves.
 
 _WRAP_STATE = (
-    "If the optimizer ran without events before, insert its state into a fresh state: "
+    "to add events to a running optimizer, use "
     "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
 )
 
@@ -62,15 +55,14 @@ class EventsState(NamedTuple):
     Attributes:
       steps: int32[], the number of steps so far.
       name: The name of the transformation, as a tuple with one element.
-      names: The names of the leaves among which the worst leaf is chosen. Empty if all clipping
-        stages and skips inside have norms of leaves or groups. A leaf that was None at `init` is
-        last.
-      numbers: float32[window, sources, 3], the norm, threshold and factor of the clipping stages
-        and skips inside, in the order of `read`. For the loss of a skip, the loss and its
-        threshold. Step n is in row `n % window`.
-      flags: int32[window, 1 + sources], the outcome of the step, and the numbers of the worst
-        leaves of the clipping stages and skips. Numbers start at 1. A number is 0 if the tree had
-        no leaves and -1 if the stage did not run.
+      names: The names of the leaves from which the worst leaf is chosen. Empty if every stage
+        records its own leaves or groups. Leaves that were None at `init` are appended later.
+      numbers: float32[window, sources, 3], the norm, threshold, and factor of each source. The
+        sources are the stages and wrappers in the order of `read`, and the losses that the wrappers
+        check. Step n is in row `n % window`.
+      flags: int32[window, 1 + sources], the outcome of the step and the position of the worst leaf
+        in each source. Positions start at 1, 0 means that the tree had no leaves, and -1 means that
+        the stage did not run.
       inner_state: The state of the wrapped transformation.
     """
 
@@ -82,9 +74,9 @@ class EventsState(NamedTuple):
     inner_state: PyTree
 
     def after_skip(self, skip: Array) -> "EventsState":
-        """Returns the state with a row for the step if a surrounding skip skipped it."""
+        """Returns the state after a step that a surrounding wrapper may have skipped."""
         at = self.steps % self.numbers.shape[0]
-        # i32[1 + sources]. The verdict is "skipped", and no stage ran.
+        # i32[1 + sources]
         row = jnp.full(self.flags.shape[1:], NOT_RUN, jnp.int32).at[0].set(len(VERDICTS) - 1)
         return self._replace(
             steps=safe_increment(self.steps, skip, period=self.numbers.shape[0]),
@@ -103,82 +95,70 @@ def events(
     norm: str | Norm = "l2",
     **options: Unpack[ShardingOptions],
 ) -> Transformation[EventsState]:
-    """Records the actions of the clipping stages and skips in `inner` at the last steps.
+    """Records what the clipping stages and skip wrappers in `inner` do on recent steps.
 
-    For each step, it records the norm, the threshold, the factor, the outcome, and the worst leaf.
-    It can wrap a clipping stage, a skip, or the whole optimizer. The updates are those of `inner`,
-    bit for bit. `history` returns the events with their step numbers, so you can find a bad batch
-    in the data. Nothing is sent to the host until then.
+    Each event contains the norm, the threshold, the factor, the outcome, and the worst leaf of a
+    step. `inner` can be a clipping stage, a skip wrapper, or the whole optimizer, and its updates
+    are not changed. To find a bad batch in the data, read the events and their step numbers with
+    `history`. Nothing is sent to the host until then.
 
-    A step writes one row of numbers from the records of the clipping stages and skips. If a stage
-    or skip has one norm for the whole tree, its worst leaf is the leaf with the largest norm among
-    the incoming updates. On a GPU, these norms share a pass over the updates with that stage or
-    skip if it measures the same updates by the same norm. Stages that clip leaves, units or groups
-    already record their worst group.
+    If a stage computes one norm for the whole tree, its worst leaf is the leaf with the largest
+    norm among the incoming updates. On a GPU, the norms of the leaves need no extra pass over the
+    updates if the stage uses the same `norm`. Stages that clip leaves, units, or groups report
+    their worst group.
 
-    Inside `optax.MultiSteps`, a clipping stage only runs at every k-th step, and its numbers are
-    NaN at the other steps. A skip inside `MultiSteps` is rejected, because its record does not show
-    the steps at which it ran.
+    Inside `optax.MultiSteps`, a clipping stage runs only on every k-th step, and its numbers are
+    NaN on the remaining steps. A skip wrapper is not supported there, because its record does not
+    show when it ran.
 
     Args:
-      inner: The transformation that contains a clipping stage or a skip.
+      inner: A transformation that contains a clipping stage or a skip wrapper.
       window: The number of steps to keep.
-      norm: The norm that determines the worst leaf, as in `optaxclip.clip_by`. Use the norm of the
-        clipping stage.
+      norm: The norm that determines the worst leaf, as in `optaxclip.clip_by`. Use the same norm as
+        the clipping stage.
       **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
-        `history` uses the `name` to choose among several stages.
 
     Returns:
       A transformation with an `EventsState`.
 
     Raises:
       ValueError: If `window` is less than 1 or the norm is unknown. Also raised by `init` and
-        `update` if `inner` has no clipping stage and no skip that keeps a record, or if it has a
-        skip inside `optax.MultiSteps`.
+        `update` if `inner` keeps no records, or contains a skip wrapper inside `optax.MultiSteps`.
       TypeError: If `inner` is not a transformation, or if `window` is not an int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
       >>> from optaxclip import monitor
       >>> tx = optax.chain(optaxclip.clip_by_global_norm(2.0), optax.sgd(0.1))
-      >>> tx = monitor.events(optaxclip.skip_nonfinite(tx), window=3)
-      >>> params = {"b": jnp.zeros(1), "w": jnp.zeros(2)}
-      >>> state = tx.init(params)
-      >>> for size in (1.0, 3.0, jnp.nan, 1.5):
+      >>> tx = monitor.events(optaxclip.skip_nonfinite(tx))
+      >>> state = tx.init({"b": jnp.zeros(1), "w": jnp.zeros(2)})
+      >>> for size in (3.0, jnp.nan):
       ...     grads = {"b": jnp.ones(1), "w": jnp.array([0.0, size])}
-      ...     updates, state = tx.update(grads, state, params)
+      ...     updates, state = tx.update(grads, state)
       >>> for event in monitor.history(state):
       ...     print(event["step"], event["verdict"], event["norm"].round(1), event["worst"])
-      1 clipped 3.2 w
-      2 skipped nan w
-      3 taken 1.8 w
+      0 clipped 3.2 w
+      1 skipped nan w
     """
     inner, window = check_inner(inner), check_int(window, 1, "window")
     checked = Options.create(norm=norm, **options)
     name = checked.name
 
     def init(params: PyTree) -> EventsState:
-        # In eager mode, zeros_like fails for arrays in another memory (as of JAX 0.10.2).
+        # In eager mode, zeros_like fails for arrays in another memory space (as of JAX 0.10.2).
         inner_state = inner.init(put_on_device(params))
         sources, names = _find_sources(inner_state, name), StaticNames()
-        # The record of a skip in `MultiSteps` does not show the steps at which the skip ran.
         for _, sums in iter_states(inner_state, (optax.MultiStepsState,)):
             if any(True for _ in iter_states(sums.inner_opt_state, (SkipState,))):
                 raise ValueError(
-                    f"{name}: inner must not have a skip inside optax.MultiSteps; put the skip "
-                    "around MultiSteps, "
+                    f"{name}: inner must not contain a skip wrapper inside optax.MultiSteps; use "
                     "skip_nonfinite(optax.MultiSteps(chain, k).gradient_transformation())"
                 )
         if any(not has_elements(source.record) for source in sources):
             names = StaticNames(tuple(sorted(flatten(params, "params").names())))
-        return EventsState(
-            steps=jnp.zeros((), jnp.int32),
-            name=StaticNames((name,)),
-            names=names,
-            numbers=jnp.zeros((window, len(sources), 3), jnp.float32),
-            flags=jnp.zeros((window, 1 + len(sources)), jnp.int32),
-            inner_state=inner_state,
-        )
+        steps, numbers = jnp.zeros((), jnp.int32), jnp.zeros((window, len(sources), 3), jnp.float32)
+        flags = jnp.zeros((window, 1 + len(sources)), jnp.int32)
+        return EventsState(steps, StaticNames((name,)), names, numbers, flags, inner_state)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -191,56 +171,40 @@ def events(
             flat = flatten(updates, "updates").match_name_style(state.names)
             plan = make_plan(flat, scopes.leaf(), checked)
             norms, present = compute_norms(flat, plan, checked.norm), plan.grouping.names
-            # New names are appended, because the ring contains the positions of the old names.
+            # New names are appended, because the ring buffer contains positions of old names.
             names = StaticNames((*names, *(leaf for leaf in present if leaf not in tuple(names))))
             positions = np.array([names.index(leaf) for leaf in present], np.int32)  # i32[leaves]
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         after = _find_sources(inner_state, name)
-        steps, numbers, flags = _append_row(
-            state.steps,
-            state.numbers,
-            state.flags,
-            [source.record for source in before],
-            [source.record for source in after],
-            [source.fraction for source in after],
-            norms,
-            positions,
-            around=tuple(source.enclosing_skips for source in after),
-        )
+        around = tuple(source.enclosing_skips for source in after)
+        new_records = [(source.record, source.fraction) for source in after]
+        old_records = [source.record for source in before]
+        old = state.steps, state.numbers, state.flags
+        rows = _append_row(old, old_records, new_records, norms, positions, around=around)
+        steps, numbers, flags = rows
         return new_updates, EventsState(steps, state.name, names, numbers, flags, inner_state)
 
     return transformation(init, update)
 
 
 class EventSource(NamedTuple):
-    """A clipping stage, a skip, or the loss of a skip.
-
-    Attributes:
-      name: The name, as in `metrics`. The loss of a skip has the name of the skip.
-      record: The record of the last step. For a loss, its `norm` and `threshold` are those of the
-        loss.
-      fraction: f32[] or f32[elements], the fraction of clipped groups.
-      names: The names of its leaves or groups.
-      is_loss: True if it checks the loss.
-      enclosing_skips: The positions of the skips around it.
-    """
+    """A clipping stage, a skip wrapper, or a loss that a skip wrapper checks."""
 
     name: str
-    record: ClipRecord | SkipRecord
-    fraction: Any
+    record: ClipRecord | SkipRecord  # For a loss, `norm` and `threshold` are of the loss.
+    fraction: Any  # f32[] or f32[elements], the fraction of clipped groups.
     names: StaticNames
     is_loss: bool
-    enclosing_skips: tuple[int, ...]
+    enclosing_skips: tuple[int, ...]  # The positions of the surrounding skip wrappers.
 
 
 def event_sources(inner_state: PyTree) -> list[EventSource]:
-    """Returns all clipping stages and skips in a state, in the order of `read`."""
+    """Returns all sources of events in a state, in the order of `read`."""
     found, sources = list(iter_states(inner_state, (ClipState, SkipState))), []
     skips: dict[int, Path] = {}
-    names = deduplicate([name_of(state) for _, state in found])
-    for name, (path, state) in zip(names, found, strict=True):
+    for name, (path, state) in zip(unique_names([x for _, x in found]), found, strict=True):
         record, fraction = norm_record_of(state), unbox(state.info.fraction)
-        # The path of a wrapped state starts with the path of the skip.
+        # The path of a wrapped state starts with the path of the wrapper's state.
         around = tuple(i for i, outer in skips.items() if path[: len(outer)] == outer)
         if isinstance(record, SkipRecord):
             skips[len(sources)] = path
@@ -256,54 +220,50 @@ def _find_sources(inner_state: PyTree, name: str) -> list[EventSource]:
     sources = event_sources(inner_state)
     if not sources:
         raise ValueError(
-            f"inner of {name} must contain a clip or a skip with a record, got neither; wrap the "
-            f"chain of the clip, {name}(optax.chain(clip, optimizer)) (clip, clip_by_value, "
-            "clip_by_second_moment and transformations with record=False keep no record)"
+            f"inner of {name} must contain the record of a clipping stage or a skip wrapper (clip, "
+            "clip_by_value, clip_by_second_moment, and record=False keep none), got neither; use "
+            f"{name}(optax.chain(clip, optimizer))"
         )
     return sources
 
 
-@global_view(out_like=("steps", "numbers", "flags"))
+@global_view(out_like="old")
 def _append_row(
-    steps: Array,
-    numbers: Array,
-    flags: Array,
+    old: tuple[Array, Array, Array],
     before: list[ClipRecord | SkipRecord],
-    after: list[ClipRecord | SkipRecord],
-    fractions: list[Array],
+    after: list[tuple[ClipRecord | SkipRecord, Array]],
     norms: Array | None,
     leaf_positions: Any,
     *,
     around: tuple[tuple[int, ...], ...],
 ) -> tuple[Array, Array, Array]:
-    """Appends a row to the numbers and flags and increments the steps."""
-    worst_leaf = np.int32(-1)  # A tree without leaves has no worst leaf.
+    """Increments the steps, and appends a row to the numbers and flags."""
+    steps, numbers, flags = old
+    worst_leaf = np.int32(-1)
     if norms is not None and norms.size:
         norms = lax.stop_gradient(norms)  # f32[leaves]
         largest = jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))
         worst_leaf = take_along_columns(largest, leaf_positions)
     rows, worst = [], []
     is_verdict = {verdict: jnp.zeros((), bool) for verdict in VERDICTS[1:]}
-    for old, new, fraction, skips in zip(before, after, fractions, around, strict=True):
-        if isinstance(old, ClipRecord) and isinstance(new, ClipRecord):
-            was_updated = new.steps != old.steps
+    for last, (new, fraction), skips in zip(before, after, around, strict=True):
+        if isinstance(last, ClipRecord) and isinstance(new, ClipRecord):
+            was_updated = new.steps != last.steps
             is_verdict["clipped"] |= was_updated & jnp.any(fraction > 0)
-            # The norm is finite if non-finite elements are masked, so use the counts.
-            is_verdict["not finite"] |= jnp.any(new.num_nonfinite > old.num_nonfinite)
+            # If non-finite elements are masked, the norm is finite, so the counts are used.
+            is_verdict["not finite"] |= jnp.any(new.num_nonfinite > last.num_nonfinite)
         else:
-            # If the outer skip skips a step, an inner skip keeps its record of an older step.
+            # If the outer wrapper skips a step, the inner one keeps the record of an older step.
             was_updated = jnp.ones((), bool)
             for i in skips:
-                was_updated &= after[i].factor != 0
+                was_updated &= after[i][0].factor != 0
             is_verdict["skipped"] |= was_updated & (new.factor == 0)
             is_verdict["not finite"] |= was_updated & ~jnp.isfinite(new.norm)
-        found = {"norm": new.norm, "threshold": new.threshold, "factor": new.factor}
-        found["index"] = worst_leaf
+        found = {field: getattr(new, field) for field in EMPTY_RECORD} | {"index": worst_leaf}
         if has_elements(new):
-            # A tree without leaves has no worst group either.
             found = next(iter(top_k(new, 1)), EMPTY_RECORD | {"index": jnp.array(-1)})
-        fields = (found[field] for field in ("norm", "threshold", "factor"))
-        rows.append(meshes.stack([jnp.asarray(x, jnp.float32) for x in fields]))  # f32[3]
+        # f32[3]
+        rows.append(meshes.stack([jnp.asarray(found[x], jnp.float32) for x in EMPTY_RECORD]))
         worst.append(jnp.where(was_updated, 1 + found["index"], NOT_RUN).astype(jnp.int32))
     verdict = jnp.zeros((), jnp.int32)
     for code, name in enumerate(VERDICTS[1:], 1):

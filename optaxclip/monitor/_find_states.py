@@ -1,4 +1,4 @@
-"""Finds the states of clips, skips and records in any pytree and fetches their numbers."""
+"""Finds the states of clipping stages, skip wrappers and records in pytrees."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,33 +29,30 @@ def find(tree: PyTree, *kinds: Any) -> dict[str, Any]:
 
 
 def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any]]:
-    """Returns the states of clips, skips and `more` kinds with their paths."""
+    """Returns the paths and states of all clipping stages, skip wrappers, and `more` kinds."""
     found = list(iter_states(opt_state, (ClipState, SkipState, *more)))
     if not found:
         raise ValueError(
-            f"opt_state of monitor.{caller} must contain the record of a clip or a skip, got "
-            f"{describe_tree(opt_state)}; pass the optimizer's state, a TrainState or an "
-            "nnx.Optimizer (optaxclip.clip, clip_by_value, clip_by_second_moment and "
-            "transformations with record=False keep no record; read the state of monitor.record "
-            "with monitor.history, metrics or scalars)"
+            f"opt_state of monitor.{caller} must contain the record of a clipping stage or a skip "
+            "wrapper (clip, clip_by_value, clip_by_second_moment, and record=False keep none), got "
+            f"{describe_tree(opt_state)}; pass the optimizer's state, a TrainState, or an "
+            "nnx.Optimizer"
         )
     return found
 
 
 def find_one_state(
-    opt_state: PyTree, name: str | None, *kinds: type, reader: str, what: str, missing: str
+    opt_state: PyTree, name: str | None, *kinds: type, reader: str, what: str
 ) -> Any:
-    """Returns the only state of these kinds, or the only state with the name.
-
-    Messages contain the function that reads the state, `reader`, and the term for such a state,
-    `what`. If there is no such state, the message is `missing`.
-    """
+    """Returns the only state of these kinds, or the only one with the name."""
     found = list(find(opt_state, *kinds).values())
     fitting = [state for state in found if name in (None, name_of(state))]
     if len(fitting) == 1:
         return fitting[0]
     if not found:
-        raise ValueError(missing)
+        raise ValueError(
+            f"opt_state must contain a {what}, got none; insert monitor.{what}() into the chain"
+        )
     names = [name_of(state) for state in found]
     if name is not None and not fitting:
         hint = did_you_mean(str(name), names)
@@ -67,7 +64,7 @@ def find_one_state(
 
 
 def check_not_vmapped(steps: Any, reader: str) -> None:
-    """Checks that the counter of steps has no axes, which it has for several seeds under `vmap`."""
+    """Checks that the step counter is a scalar, which it is not for several seeds under `vmap`."""
     if np.ndim(steps):
         raise ValueError(
             f"opt_state of {reader} must be one state, got {steps.size} under vmap; pass "
@@ -86,19 +83,19 @@ def learning_rates(opt_state: PyTree) -> dict[str, Any]:
 
 
 def unique_keys(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
-    """Returns unique keys for paths and the names that belong to them."""
-    # Dict keys with a slash can make simple paths equal. Python's notation is then used instead.
-    simple, exact = [], []
-    for path, names in places:
-        simple.append("/".join(filter(None, (keystr(path, simple=True, separator="/"), *names))))
-        exact.append("/".join((keystr(path), *names)))
+    """Returns a unique key for each path followed by its names."""
+    simple = [
+        "/".join(filter(None, (keystr(path, simple=True, separator="/"), *names)))
+        for path, names in places
+    ]
     if len(set(simple)) == len(simple):
         return simple
-    return deduplicate(exact)
+    # Dict keys with a slash can make simple paths equal, but not paths in Python's notation.
+    return deduplicate(["/".join((keystr(path), *names)) for path, names in places])
 
 
 def deduplicate(names: Sequence[str]) -> list[str]:
-    """Makes names unique by adding a number to the second and later ones of equal names."""
+    """Appends numbers to repeated names."""
     given: dict[str, None] = {}
     for name in names:
         chosen, number = name, 0
@@ -110,11 +107,8 @@ def deduplicate(names: Sequence[str]) -> list[str]:
 
 
 def iter_states(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Iterates over the states of the given kinds and their paths, outer states first.
-
-    If both kinds are requested, the skip inside a `LossScaleState` is not repeated.
-    """
-    # A skip is always a leaf of the traversal, because its `inner_state` is traversed separately.
+    """Iterates over the paths and states of the given kinds, outer states first."""
+    # A skip state is always a leaf, because its `inner_state` is traversed separately.
     stop = (*kinds, SkipState)
     pairs = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(_restore_if_dict(x, stop), stop)
@@ -124,7 +118,7 @@ def iter_states(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator
         _check_not_deleted(state)
         if isinstance(state, tuple(kinds)):
             yield (*path, *rest), state
-        if isinstance(state, LossScaleState):
+        if isinstance(state, LossScaleState):  # The skip inside is not a separate state.
             rest, state = (*rest, GetAttrKey("skip")), state.skip
         if hasattr(state, "inner_state"):
             inside = (*path, *rest, GetAttrKey("inner_state"))
@@ -132,13 +126,12 @@ def iter_states(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator
 
 
 def _check_not_deleted(state: Any) -> None:
-    """Checks that the arrays of a state were not donated to a compiled step."""
     fields = getattr(state, "_fields", ())
     own = [getattr(state, field) for field in fields if field not in ("inner_state", "skip")]
     if any(map(is_deleted, jax.tree.leaves(own))):
         raise ValueError(
-            "opt_state must contain usable arrays, got arrays that were donated to a compiled step "
-            "(donate_argnums, donate_argnames); pass the state that this step returned"
+            "opt_state must not contain donated arrays, got arrays that were donated to a compiled "
+            "step; use the state that this step returned"
         )
 
 
@@ -148,7 +141,7 @@ def is_deleted(x: Any) -> bool:
 
 
 def _restore_if_dict(node: Any, kinds: Sequence[Any]) -> Any:
-    """Restores a state that Flax has converted to a dict, and returns other nodes unchanged."""
+    """Restores a state that Flax converted to a dict."""
     for kind in kinds:
         if _has_fields(node, kind) and ("info" not in node or _has_fields(node["info"], ClipInfo)):
             name = kind.__name__.removesuffix("State").lower()
@@ -157,7 +150,7 @@ def _restore_if_dict(node: Any, kinds: Sequence[Any]) -> Any:
 
 
 def _has_fields(node: Any, kind: Any) -> bool:
-    """Returns `True` if the keys of a dict are the fields of a kind of state."""
+    """Returns `True` if a node is a dict with the fields of a kind of state."""
     if not isinstance(node, Mapping):
         return False
     keys, fields = set(node), set(kind._fields)
@@ -177,13 +170,17 @@ def _state_from_dict(node: Mapping[str, Any], kind: Any, name: StaticNames) -> A
     return kind(**{field: known.get(field, ()) for field in kind._fields})
 
 
+def unique_names(states: Sequence[Any]) -> list[str]:
+    """Returns the names of states in `metrics`."""
+    return deduplicate([name_of(state) for state in states])
+
+
 def name_of(state: Any) -> str:
-    """Returns the name of a transformation from its state."""
     return next(iter(state.info.name if hasattr(state, "info") else state.name))
 
 
 def describe_tree(tree: PyTree) -> str:
-    """Describes a tree in messages by its type and its first leaves."""
+    """Describes a tree by its type and its first leaves, for messages."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     names = ", ".join(f"'{leaf_name(path)}'" for path in paths[:3])
     of_leaves = f"with the leaves {names}{', ...' if len(paths) > 3 else ''}" if paths else "empty"
@@ -191,36 +188,33 @@ def describe_tree(tree: PyTree) -> str:
 
 
 def names_lost_error(what: str) -> ValueError:
-    """Returns the error for a state that has lost its names."""
     return ValueError(
-        f"{what} must contain names, got a state without them (Flax and optax.tree_map_params do "
-        f"not keep names); pass the nnx.Optimizer instead of its nnx.state or {RESTORE_NAMES_HINT}"
+        f"{what} must contain names, got none (Flax and optax.tree_map_params do not keep names); "
+        f"pass the nnx.Optimizer instead of its nnx.state, or {RESTORE_NAMES_HINT}"
     )
 
 
 def check_ring_buffer(ring: Any, shape: tuple[int, ...], name: str) -> None:
-    """Checks that a ring of rows has the current shape."""
     if unbox(ring).shape != shape:
         raise ValueError(
-            f"{name}: the ring buffer of the state must have the shape {[*shape]}, got "
-            f"{[*unbox(ring).shape]}; use the same window, scope and clips as at init, or "
+            f"{name}: the ring buffer of the state must have shape {[*shape]}, got "
+            f"{[*unbox(ring).shape]}; use the same window, scope, and stages as at init, or "
             f"{REINIT_HINT}"
         )
 
 
 def unbox(value: Any) -> Any:
-    """Returns the array inside a box, or any other value unchanged."""
+    """Returns the array in a box, or any other value unchanged."""
     # An `nnx.Optimizer` wraps the fields of states in boxes, which are pytrees with one leaf.
     leaves = jax.tree.leaves(value)
     return leaves[0] if len(leaves) == 1 else value
 
 
 def fetch_to_host(arrays: PyTree, caller: str) -> PyTree:
-    """Returns the arrays as NumPy arrays, after one transfer."""
+    """Copies the arrays to the host in one transfer."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError(
             f"opt_state of monitor.{caller} must contain values, got tracers of jit, vmap or grad; "
-            "pass the state that the compiled step returns, or use monitor.metrics or monitor.read "
-            "inside the step"
+            "pass the state that the compiled step returns"
         )
     return jax.device_get(arrays)

@@ -1,4 +1,4 @@
-"""Counts elements by size, and computes how they would fit another dtype."""
+"""Counts elements by size, and computes how well they fit a number format."""
 
 import dataclasses
 import math
@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._base.float_formats as float_formats
+import optaxclip.monitor._find_states as find_states
 import optaxclip.scopes as scopes
 from optaxclip._backend.elementwise import as_arrays
 from optaxclip._backend.exponent_counts import WORD_BITS, num_counts
@@ -30,35 +31,32 @@ from optaxclip._base.validation import check_choice, check_int, validate_call
 from optaxclip._engine.measure import compute_group_histograms
 from optaxclip._engine.options import Options, ShardingOptions, document_options
 from optaxclip._engine.plan import Plan, get_param_leaves, make_plan, resolve_scope
-from optaxclip.monitor._find_states import (
-    check_not_vmapped,
-    fetch_to_host,
-    find_one_state,
-    names_lost_error,
-    unbox,
-)
 from optaxclip.scopes import Scope
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Histogram:
-    """Number of elements of a group by size.
+    """Counts of a group's elements by size.
 
     Attributes:
-      counts: int64[bins], the number of elements with a modulus above the lower edge of a bin and
-        at most the upper edge.
-      edges: float64[bins + 1], powers of two. For a group with float64 leaves, the first edge is 0
-        and the last is infinite, because float64 cannot represent these two powers.
+      counts: int64[bins], the number of elements in each bin. A bin includes its upper edge, but
+        not its lower edge.
+      edges: float64[bins + 1], powers of two. If the group has float64 leaves, the first edge is 0
+        and the last edge is infinite.
       num_zero: The number of elements that are 0.
       num_nonfinite: The number of elements that are infinite or NaN.
-      step: The step that was counted. The first update since `init` is 0, and -1 means no step yet.
+      step: The step that was counted. The first update after `init` is step 0. If no step has been
+        counted, -1.
       num_nan: The number of elements that are NaN.
-      too_large: The number of finite elements that are too large for a number format, by the
-        largest size of the format. It is needed for formats that end inside a bin.
+      too_large: A dict from the largest number of a format to the number of finite elements that
+        overflow in the format.
     """
 
-    counts: np.ndarray[Any, np.dtype[np.int64]] = dataclasses.field(repr=False)
-    edges: np.ndarray[Any, np.dtype[np.float64]] = dataclasses.field(repr=False)
+    counts: Ints = dataclasses.field(repr=False)
+    edges: Floats = dataclasses.field(repr=False)
     num_zero: int
     num_nonfinite: int
     step: int
@@ -66,42 +64,29 @@ class Histogram:
     too_large: Mapping[float, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def underflow_fraction(self, dtype: jax.typing.DTypeLike) -> float:
-        """Returns the fraction of the finite nonzero elements that become 0 in another dtype.
+        """Returns the fraction of finite nonzero elements that become 0 in `dtype`.
 
-        The fraction is exact, because rounding to nearest maps half the smallest number of the
-        format and all smaller numbers to 0, and this half is an edge of the bins. Formats with
-        subnormal numbers are assumed to use them, as in IEEE 754. Some devices flush them to zero.
-
-        Args:
-          dtype: A floating-point dtype.
-
-        Returns:
-          The fraction, or 0 if there are no such elements.
+        The fraction is exact, because half the smallest number of a format, which also rounds to 0,
+        is an edge of a bin. It assumes that subnormal numbers are not flushed to zero. If there are
+        no finite nonzero elements, the fraction is 0.
 
         Raises:
           ValueError: If the format is not a real floating-point format with a sign and 0.
           TypeError: If `dtype` is not a dtype.
         """
-        is_lost = self.edges[1:] <= float_formats.underflow_threshold(
-            float_formats.checked_format(dtype)
-        )  # bool[bins]
+        threshold = float_formats.underflow_threshold(float_formats.checked_format(dtype))
+        is_lost = self.edges[1:] <= threshold  # bool[bins]
         return int(self.counts[is_lost].sum()) / max(int(self.counts.sum()), 1)
 
     def overflow_fraction(self, dtype: jax.typing.DTypeLike) -> float:
-        """Returns the fraction of the finite nonzero elements that are too large for another dtype.
+        """Returns the fraction of finite nonzero elements that overflow in `dtype`.
 
-        Rounding to nearest makes them infinite. In formats without infinity, they become NaN or the
-        largest number. The fraction is exact for all floating-point dtypes of JAX, although their
-        largest numbers are not powers of two, because larger elements are counted separately.
-
-        Args:
-          dtype: A floating-point dtype.
-
-        Returns:
-          The fraction, or 0 if there are no such elements.
+        They become infinite or, in formats without infinity, NaN or the largest number. The
+        fraction is exact for all floating-point dtypes of JAX. If there are no finite nonzero
+        elements, it is 0.
 
         Raises:
-          ValueError: If the histogram has no count for this format, or if the format is not a real
+          ValueError: If `too_large` does not contain the format, or if the format is not a real
             floating-point format with a sign and 0.
           TypeError: If `dtype` is not a dtype.
         """
@@ -110,22 +95,16 @@ class Histogram:
             return 0.0
         if threshold not in self.too_large:
             raise ValueError(
-                f"too_large must contain the largest size of {dtype}, got {[*self.too_large]}; use "
-                "a histogram from monitor.histograms"
+                f"too_large must contain the largest number of {dtype}, got {[*self.too_large]}; "
+                "use a histogram from monitor.histograms"
             )
         return self.too_large[threshold] / max(int(self.counts.sum()), 1)
 
-    def list_by_exponent(
-        self,
-    ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.float64]]]:
-        """Returns the range of nonempty bins by their exponents of two.
+    def list_by_exponent(self) -> tuple[Ints, Floats]:
+        """Returns the counts of the range of nonempty bins, and the exponents of their edges.
 
-        Loggers accept this format. The result is that of `np.histogram` for the base-2 logarithms.
-        On a linear axis, nearly all bins would be too narrow to be visible.
-
-        Returns:
-          The counts, int64[n], and the exponents at the edges of these bins, float64[n + 1]. If no
-          element is finite and nonzero, there is one empty bin.
+        The counts are int64[n], and the edges are float64[n + 1], as in `np.histogram`. Loggers
+        accept this format. If no element is finite and nonzero, there is one empty bin.
 
         Example:
           >>> import numpy as np
@@ -143,19 +122,19 @@ class Histogram:
 
 
 def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogram]:
-    """Returns the histograms of the last step that `histogram` counted.
+    """Returns the histograms of the step that `histogram` counted most recently.
 
     Args:
       opt_state: A pytree that contains the state, as in `read`.
-      name: The `name` of the `histogram` stage, if there are several.
+      name: The `name` of the `histogram` stage. Required if there are several.
 
     Returns:
-      A dict from names of groups or leaves to `Histogram`, in order. It uses one `jax.device_get`.
+      A dict from the names of groups or leaves to `Histogram`, after one `jax.device_get`.
 
     Raises:
-      ValueError: If no stage or several stages have the name, if the state has lost the names of
-        its groups, or if it belongs to several seeds under `vmap`.
-      TypeError: If called under `jit`, `vmap` or `grad`, where numbers are not available.
+      ValueError: If the stage cannot be identified, if the state has lost the names of its groups,
+        or if it contains several seeds under `vmap`.
+      TypeError: If called under `jit`, `vmap` or `grad`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -163,28 +142,23 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
       >>> tx = monitor.histogram()
       >>> grads = {"w": jnp.array([1e-9, 0.5, 1e6])}
       >>> found = histograms(tx.update(grads, tx.init(grads))[1])["w"]
-      >>> lost = found.underflow_fraction(jnp.float16), found.overflow_fraction(jnp.float16)
-      >>> print("{:.2f} {:.2f}".format(*lost))
-      0.33 0.33
+      >>> print(round(found.underflow_fraction("float16"), 2), found.too_large[65520.0])
+      0.33 1
     """
-    missing = (
-        "opt_state must contain a histogram, got none; insert monitor.histogram() into the chain "
-        "(before the clip to count the raw gradients) and pass the chain's state"
-    )
-    words = {"reader": "histograms", "what": "histogram", "missing": missing}
-    state = find_one_state(opt_state, name, HistogramState, **words)
-    arrays = unbox(state.last_counted_step), unbox(state.counts)
-    step, counts = fetch_to_host(arrays, "histograms")  # i32[], u32[groups, 2, counts]
-    check_not_vmapped(step, "histograms")
+    words = {"reader": "histograms", "what": "histogram"}
+    state = find_states.find_one_state(opt_state, name, HistogramState, **words)
+    arrays = find_states.unbox(state.last_counted_step), find_states.unbox(state.counts)
+    step, counts = find_states.fetch_to_host(arrays, "histograms")  # i32[], u32[groups, 2, counts]
+    find_states.check_not_vmapped(step, "histograms")
     if not state.names and len(counts):
-        raise names_lost_error("the histogram")
+        raise find_states.names_lost_error("the histogram")
     # i64[groups, counts]
     counts = counts[:, 0].astype(np.int64) + (counts[:, 1].astype(np.int64) << WORD_BITS)
     return dict(zip(state.names, (_histogram(x, int(step)) for x in counts), strict=True))
 
 
 def _histogram(counts: Any, step: int) -> Histogram:
-    """Adds the counts between two thresholds to bins with powers of two as edges."""
+    """Converts counts between neighboring thresholds to bins with powers of two as edges."""
     wide = len(counts) == num_counts(wide=True)
     powers = float_formats.exponents(is_float64=wide)
     edges = np.ldexp(1.0, [powers[0] - 1, *powers]), [np.inf if wide else 2.0**powers.stop]
@@ -200,16 +174,14 @@ def _histogram(counts: Any, step: int) -> Histogram:
 
 @dataclasses.dataclass(frozen=True)
 class GroupFit:
-    """Fit of the elements of a group to a number format.
+    """How well the elements of a group fit a number format.
 
     Attributes:
-      below: The fraction of its elements that become 0 without a scale.
-      above: The fraction that is too large without a scale.
-      lowest: The smallest power of two as a scale with which at most the allowed fraction becomes
-        0. It is 0 for a group without nonzero elements.
-      highest: The largest such scale with which no element is too large, or inf for a group without
-        nonzero elements. It can be half of the possible scale, because only the bin of the largest
-        element is known.
+      below: The fraction of elements that become 0 without a loss scale.
+      above: The fraction of elements that overflow without a loss scale.
+      lowest: The smallest power of two that is large enough as a loss scale, or 0 if all elements
+        are 0.
+      highest: The largest power of two known to cause no overflow, or inf if all elements are 0.
     """
 
     below: float
@@ -220,11 +192,11 @@ class GroupFit:
 
 @dataclasses.dataclass(frozen=True)
 class DtypeFit:
-    """Fit of gradients to a number format. You can use `print` to show it as a table.
+    """How well the gradients fit a number format. You can `print` it to see a table.
 
     Attributes:
       dtype: The number format.
-      lost: The fraction of the elements of a group that may become 0, `max_lost_fraction`.
+      lost: The allowed fraction of elements that become 0, `max_lost_fraction`.
       groups: A dict from names of groups to `GroupFit`.
     """
 
@@ -234,21 +206,21 @@ class DtypeFit:
 
     @property
     def lowest(self) -> float:
-        """The smallest scale that is large enough for all groups, or 0 if all elements are 0."""
+        """The smallest loss scale large enough for all groups, or 0 if all elements are 0."""
         return max((x.lowest for x in self.groups.values()), default=0.0)
 
     @property
     def highest(self) -> float:
-        """The largest scale with which no element of any group is too large."""
+        """The largest loss scale with which no element of any group overflows."""
         return min((x.highest for x in self.groups.values()), default=math.inf)
 
     @property
     def loss_scale(self) -> float:
-        """The recommended scale, 1 if it fits and otherwise midway from `lowest` to `highest`."""
+        """The recommended loss scale, 1 if possible and otherwise between the two bounds."""
         low, high = self.lowest, self.highest
         if low <= 1 <= high:
             return 1.0
-        # If no scale fits all groups, use the largest scale without overflow.
+        # If no scale fits all groups, uses the largest scale without overflow.
         if low > high or not low:
             return high
         if high == math.inf:
@@ -257,7 +229,7 @@ class DtypeFit:
 
     @property
     def poor_fits(self) -> tuple[str, ...]:
-        """The groups that lose more than the allowed fraction with the recommended scale."""
+        """The groups that lose more than the allowed fraction with the recommended loss scale."""
         return tuple(name for name, x in self.groups.items() if x.lowest > self.loss_scale)
 
     def __str__(self) -> str:
@@ -283,34 +255,32 @@ def dtype_fit(
     max_lost_fraction: float = 0.001,
     name: str | None = None,
 ) -> DtypeFit:
-    """Computes the loss scale for a number format, and the groups that do not fit the format.
+    """Recommends a loss scale for a number format, and finds groups that do not fit the format.
 
-    The function uses the histograms of gradients from `histogram`. You should compute the gradients
-    in float32 or bfloat16 without a loss scale, because an element that float16 has rounded to 0
-    cannot be distinguished from 0. Pass the scale as `initial=` to `optaxclip.scale_loss`.
+    Compute the gradients in float32 or bfloat16 without a loss scale, because elements that float16
+    has already rounded to 0 cannot be counted. Pass the recommended scale as `initial=` to
+    `optaxclip.scale_loss`.
 
     Args:
-      opt_state: A pytree that contains the state, as in `read`.
+      opt_state: A pytree that contains the state of `histogram`, as in `read`.
       dtype: The number format.
-      max_lost_fraction: The fraction of the nonzero elements of a group that may become 0.
-      name: The `name` of the `histogram` stage, if there are several.
+      max_lost_fraction: The fraction of nonzero elements of a group that may become 0.
+      name: The `name` of the `histogram` stage. Required if there are several.
 
     Returns:
-      A `DtypeFit`. You can use `print` to show it as a table.
+      A `DtypeFit`, which you can `print` to see a table.
 
     Raises:
-      ValueError: If `histograms` raises it, if `max_lost_fraction` is negative or at least 1, or if
-        `dtype` is not a real floating-point format with a sign and 0.
-      TypeError: If `histograms` raises it, if `max_lost_fraction` is not a number, or if `dtype` is
-        not a dtype.
+      ValueError: If `histograms` raises it, if `max_lost_fraction` is not in [0, 1), or if `dtype`
+        is not a real floating-point format with a sign and 0.
+      TypeError: If `histograms` raises it, or if an argument has the wrong type.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from optaxclip import monitor
       >>> tx = monitor.histogram()
       >>> grads = {"embed": 2.0 ** -jnp.arange(12.0, 30.0), "head": 2.0 ** -jnp.arange(0.0, 9.0)}
-      >>> _, state = tx.update(grads, tx.init(grads))
-      >>> print(dtype_fit(state, jnp.float16))
+      >>> print(dtype_fit(tx.update(grads, tx.init(grads))[1], jnp.float16))
       float16: take the loss scale 2**10; 2 of 2 groups fit
              becomes 0  too large  loss scale
       embed     27.78%      0.00%  2**5 to 2**27
@@ -319,9 +289,7 @@ def dtype_fit(
     if not is_real(max_lost_fraction):
         raise TypeError(f"max_lost_fraction must be a number, got {max_lost_fraction!r}")
     if not 0 <= max_lost_fraction < 1:
-        raise ValueError(
-            f"max_lost_fraction must be at least 0 and below 1, got {max_lost_fraction!r}"
-        )
+        raise ValueError(f"max_lost_fraction must be in [0, 1), got {max_lost_fraction!r}")
     dtype = float_formats.checked_format(dtype)
     found = histograms(opt_state, name)
     groups = {group: _fit(x, dtype, max_lost_fraction) for group, x in found.items()}
@@ -330,16 +298,14 @@ def dtype_fit(
 
 def _fit(found: Histogram, dtype: jnp.dtype, max_lost_fraction: float) -> GroupFit:
     below, above = found.underflow_fraction(dtype), found.overflow_fraction(dtype)
-    total = int(found.counts.sum())  # Zeros fit with any scale and are not counted.
+    total = int(found.counts.sum())  # without zeros, which fit with any scale
     if not total:
         return GroupFit(below, above, 0.0, math.inf)
-    # All elements in the bins below `smallest` may be lost. All elements up to `largest` must fit.
+    # Elements below `smallest` may be lost. Elements up to `largest` must fit.
     smallest = float(found.edges[np.argmax(np.cumsum(found.counts) > max_lost_fraction * total)])
     largest = float(found.edges[np.flatnonzero(found.counts)[-1] + 1])
     low, high = float_formats.underflow_threshold(dtype), float_formats.overflow_threshold(dtype)
-    lowest = 0.0
-    if low:
-        lowest = low / smallest if smallest else math.inf
+    lowest = 0.0 if not low else low / smallest if smallest else math.inf
     # The edges are powers of two, but the largest number of a format is not.
     highest = high if high == math.inf else 2.0 ** (math.frexp(high)[1] - 1) / largest
     return GroupFit(below, above, lowest, highest)
@@ -351,15 +317,15 @@ def _power(x: float) -> str:
 
 @register_state
 class HistogramState(NamedTuple):
-    """State of `histogram`, which `histograms` reads.
+    """State of `histogram`. Use `histograms` to read it.
 
     Attributes:
-      steps: int32[], the number of steps so far, including steps that a surrounding skip skipped.
-      last_counted_step: int32[], the last step that was counted, or -1 before the first.
+      steps: int32[], the number of steps so far, including skipped steps.
+      last_counted_step: int32[], the step that was counted most recently, or -1.
       name: The name of the transformation, as a tuple with one element.
       names: The names of the groups in order.
-      counts: uint32[groups, 2, counts], the number of elements of that step that are 0, between two
-        neighboring thresholds, infinite, and NaN. A count is `counts[:, 0] + 2**16 * counts[:, 1]`.
+      counts: uint32[groups, 2, counts], the numbers of elements that are 0, between neighboring
+        thresholds, infinite, and NaN. A number is `counts[:, 0] + 2**16 * counts[:, 1]`.
     """
 
     steps: Array
@@ -369,7 +335,7 @@ class HistogramState(NamedTuple):
     counts: Array
 
     def after_skip(self, skip: Array) -> "HistogramState":
-        """Returns the state after a step that a surrounding skip may have skipped."""
+        """Returns the state after a step that a surrounding wrapper may have skipped."""
         return self._replace(steps=safe_increment(self.steps, skip))
 
 
@@ -382,37 +348,32 @@ def histogram(
     of: Literal["updates", "params"] = "updates",
     **options: Unpack[ShardingOptions],
 ) -> Transformation[HistogramState]:
-    """Counts the elements between neighboring powers of two at some steps.
+    """Counts the elements between neighboring powers of two on every k-th step.
 
-    Updates are returned unchanged. Before a clipping stage, it counts the raw gradients, and after
-    the optimizer, the updates that are applied to the params. It counts the elements of the first
-    step, of the step `every` steps later, and so on. Nothing is sent to the host until you call
-    `histograms`. A step that counts reads the updates one more time, and other steps read nothing.
-    This also applies under `vmap` over seeds that started together. The updates of all seeds are
-    read if one of them counts. Inside a skip, a skipped step is not counted, and the next step
-    replaces it.
+    Updates are returned unchanged. Before a clipping stage, `histogram` counts the raw gradients.
+    After the optimizer, it counts the updates that are applied to the params. Nothing is sent to
+    the host until you call `histograms`. Counting requires one more pass over the updates, and
+    other steps have no overhead. Under `vmap`, the updates of all seeds are read if one seed is
+    due. If a skip wrapper skips a step that is due, the next step is counted instead.
 
-    Counts are exact for any number of elements, for any number of devices, and for all
-    floating-point formats including their subnormal numbers. Complex elements are counted by their
-    modulus, which is rounded to float32, or to float64 in a tree with 64-bit leaves. Near the edge
-    of a bin, such an element can be counted in the neighboring bin. Integer leaves are ignored.
+    Counts are exact, also for subnormal numbers and on several devices. Complex elements are
+    counted by their absolute value, which is rounded, so elements near the edge of a bin may be
+    counted in the neighboring bin. Integer leaves are ignored.
 
     Args:
-      every: The number of steps between two counts.
+      every: The number of steps from one count to the next. The first step is counted.
       scope: The grouping of elements from `optaxclip.scopes`. If None, leaves have separate
-        histograms. The scopes `axes` and `unit` divide a leaf into very many groups, so a histogram
-        covers the whole leaf.
+        histograms. For the scopes `axes` and `unit`, a histogram contains the whole leaf.
       of: The tree to count, "updates" or "params".
       **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
-        `histograms` uses the `name` to choose among several stages.
 
     Returns:
-      A transformation with a `HistogramState`. Its update returns the updates unchanged.
+      A transformation with a `HistogramState`.
 
     Raises:
       ValueError: If `every` is less than 1, or if `of` is neither "updates" nor "params". Also
-        raised by `update` if `of` is "params" and `params` is missing, or for float64 leaves that
-        were not float64 at `init`.
+        raised by `update` if required `params` are missing, or for float64 leaves that were not
+        float64 at `init`.
       TypeError: If `every` is not an int, or if `scope` is not a scope.
 
     Example:
@@ -422,13 +383,8 @@ def histogram(
       >>> grads = {"w": jnp.array([0.0, 3.0, -4.0, 5.0, jnp.inf])}
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> found = monitor.histograms(state)["w"]
-      >>> for low, high, count in zip(found.edges, found.edges[1:], found.counts):
-      ...     if count:
-      ...         print(f"above {low}, up to {high}: {count}")
-      above 2.0, up to 4.0: 2
-      above 4.0, up to 8.0: 1
-      >>> print(found.num_zero, found.num_nonfinite, found.step)
-      1 1 0
+      >>> print(*found.list_by_exponent(), found.num_zero, found.num_nonfinite)
+      [2 1] [1. 2. 3.] 1 1
     """
     every = check_int(every, 1, "every")
     check_choice(of, ("updates", "params"), "of")
@@ -455,15 +411,15 @@ def histogram(
         if of == "params":
             if params is None:
                 raise ValueError(
-                    f"{name}: params must be passed to the update with of='params', got None; use "
+                    f"{name}: params must be passed to update if of='params', got None; use "
                     "update(updates, state, params)"
                 )
             leaves, plan = get_param_leaves(flat, params, plan, checked)
         wide = state.counts.shape[-1] == num_counts(wide=True)
         if norm_dtype(map(dtype_of, leaves)) == jnp.float64 and not wide:
             raise ValueError(
-                f"{name}: the params of init must have float64 leaves if the {of} have them, got "
-                f"none; call init with params of the counted dtypes, or {REINIT_HINT}"
+                f"{name}: params passed to init must have float64 leaves if the {of} have them, "
+                f"got none; use params of the same dtypes, or {REINIT_HINT}"
             )
         old = state.steps, state.last_counted_step, state.counts
         steps, counted, counts = _write_counts(old, leaves, plan=plan, every=every, wide=wide)
@@ -477,7 +433,7 @@ def histogram(
 def _write_counts(
     old: tuple[Array, Array, Array], leaves: list[Any], *, plan: Plan, every: int, wide: bool
 ) -> tuple[Array, Array, Array]:
-    """Counts the elements if the step is due, and returns the new arrays of the state."""
+    """Counts the elements if the step is due."""
     # i32[], i32[], u32[groups, 2, counts]
     steps, counted, counts = old
     leaves = lax.stop_gradient(as_arrays(leaves))
@@ -485,9 +441,8 @@ def _write_counts(
     def count(_: Any) -> tuple[Array, Array, Array]:
         return jnp.zeros((), bool), steps, compute_group_histograms(leaves, plan, wide=wide)
 
-    # Uses a loop with at most one iteration. Under `vmap`, `lax.cond` would count at all steps, but
-    # the loop only runs if a seed has to count. If a surrounding skip skips a step that is due, the
-    # next step is counted instead.
+    # A loop with at most one iteration, because `lax.cond` under `vmap` would count on every step.
+    # If a surrounding wrapper skips a step that is due, the next step is counted instead.
     is_due = (steps % every == 0) | (steps // every > counted // every)
     start = (is_due, counted, counts)
     _, counted, counts = lax.while_loop(lambda carry: carry[0], count, start)

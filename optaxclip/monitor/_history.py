@@ -1,20 +1,14 @@
-"""Reads histories of a run from the states of `record` and `events`."""
+"""Reads the history of a run from the states of `record` and `events`."""
 
 import itertools
 from typing import Any
 
 import numpy as np
 
+import optaxclip.monitor._find_states as find_states
 from optaxclip._base.types import PyTree
 from optaxclip._base.validation import did_you_mean
 from optaxclip.monitor._events import NOT_RUN, VERDICTS, EventSource, EventsState, event_sources
-from optaxclip.monitor._find_states import (
-    check_not_vmapped,
-    fetch_to_host,
-    find_one_state,
-    names_lost_error,
-    unbox,
-)
 from optaxclip.monitor._record import RecordState
 from optaxclip.monitor._summary import has_elements
 
@@ -22,42 +16,41 @@ from optaxclip.monitor._summary import has_elements
 def history(
     opt_state: PyTree, name: str | None = None, stat: str | None = None
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    """Returns the values that `record` or `events` recorded at the last steps, oldest first.
+    """Returns the values that `record` or `events` recorded on recent steps, oldest first.
 
     Args:
       opt_state: Any pytree that contains the state, as in `read`.
-      name: The `name=` that was passed to `record` or `events`. Required if there are several.
-      stat: The statistic to return from a record with several, or the field to return from events.
-        If None, returns the norm from a record, and all fields from events.
+      name: The `name` of the `record` or `events` stage. Required if there are several.
+      stat: The statistic of a record, or the field of events. If None, returns the norm of a
+        record, or all fields of events.
 
     Returns:
-      A NumPy array of all steps so far or the last `window` of them, after one `jax.device_get`.
+      A NumPy array of all steps so far, or of the last `window` steps, after one `jax.device_get`.
 
-      A record returns float32[steps]. With a scope, it returns float32[steps, groups], with one
+      For a record, the array is float32[steps] or, with a scope, float32[steps, groups], with one
       column per name in `history_names`.
 
-      Events return a structured array [steps]: `found["norm"]` is a column, and
-      `found[found["verdict"] == "skipped"]` selects rows. `pandas.DataFrame` accepts it too. Its
-      fields are
+      For events, it is a structured array [steps], which `pandas.DataFrame` accepts. For example,
+      `found[found["verdict"] == "skipped"]` selects rows. The fields are
 
-        step      | int64, 0 is the first update since `init`
+        step      | int64, 0 is the first update after `init`
         verdict   | "taken", "clipped", "not finite" (and not skipped), or "skipped"
-        norm      | float32, as in `metrics`, of the worst leaf or group
+        norm      | float32, the norm of the worst leaf or group, as in `metrics`
         threshold | float32, the norm above which the rule acts
         factor    | float32, the factor applied to the gradient, 0 for a skipped step
         worst     | the name of the worst leaf or group
 
-      These numbers are from the first clip or skip in the order of `read`, which is the outermost.
-      The fields of later clips and skips start with their names,
-      `clip_by_global_norm/threshold`. If a clip or skip did not run at a step, for example because
-      a surrounding skip skipped the step, its fields are NaN and its `worst` is empty. A skip that
-      checks the loss also has `loss` and `loss_threshold`. The verdict applies to the whole step.
+      The verdict applies to the whole step. The remaining fields are from the outermost stage or
+      wrapper. The fields of other stages start with the name of the stage, as in
+      `clip_by_global_norm/threshold`. If a stage did not run on a step, for example because the
+      step was skipped, its numbers are NaN and its `worst` is empty. Wrappers that check the loss
+      also have `loss` and `loss_threshold`.
 
     Raises:
-      ValueError: If no record or events have the name, or if several do, if the statistic or field
-        is not recorded, if `stat` is None and a record has several statistics without the norm, or
-        if the names of leaves are needed and the state has lost them.
-      TypeError: Under `jit`, `vmap` or `grad`, where there are no numbers yet.
+      ValueError: If the stage cannot be identified, if the statistic or field was not recorded, if
+        `stat` is None and a record has several statistics but no norm, or if the state has lost the
+        names of its leaves.
+      TypeError: If called under `jit`, `vmap` or `grad`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,28 +74,25 @@ def history(
 
 
 def _fetch_rows(steps: Any, *rings: Any) -> list[Any]:
-    """Returns the number of steps and the rows of the last steps from all rings."""
-    steps, rings = fetch_to_host((unbox(steps), [unbox(ring) for ring in rings]), "history")
-    check_not_vmapped(steps, "history")
-    # [window, ...] -> [min(steps, window), ...]. The oldest row of a full ring is the next row to
-    # be overwritten.
-    return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
+    """Returns the number of steps, and the rows of all ring buffers, oldest first."""
+    arrays = [find_states.unbox(x) for x in (steps, *rings)]
+    steps, *fetched = find_states.fetch_to_host(arrays, "history")
+    find_states.check_not_vmapped(steps, "history")
+    # [window, ...] -> [min(steps, window), ...]. In a full ring buffer, the oldest row is the next
+    # row to be overwritten.
+    return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in fetched)]
 
 
 def _fields_of(sources: list[EventSource]) -> list[list[str]]:
-    """Returns the names of the fields for clips, skips and losses of skips."""
     found = []
     for source in sources:
         front = "" if source.name == sources[0].name else f"{source.name}/"
-        kinds = ["norm", "threshold", "factor", "worst"]
-        if source.is_loss:
-            kinds = ["loss", "loss_threshold"]
-        found.append([f"{front}{kind}" for kind in kinds])
+        of_loss, of_norm = ("loss", "loss_threshold"), ("norm", "threshold", "factor", "worst")
+        found.append([front + kind for kind in (of_loss if source.is_loss else of_norm)])
     return found
 
 
 def _events_history(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[Any]]:
-    """Returns the events, or one of their fields."""
     # [steps], f32[rows, sources, 3], i32[rows, 1 + sources]
     steps, numbers, flags = _fetch_rows(state.steps, state.numbers, state.flags)
     sources = event_sources(state.inner_state)
@@ -121,7 +111,7 @@ def _events_history(state: EventsState, stat: str | None) -> np.ndarray[Any, np.
                 found[field] = np.where(worst == NOT_RUN, np.nan, numbers[:, i, number])
             elif stat in (None, field):
                 if not names and np.any(worst > 0):
-                    raise names_lost_error(f"the events of {source.name}")
+                    raise find_states.names_lost_error(f"the events of {source.name}")
                 found[field] = np.array(["", *names])[np.maximum(worst, 0)]
     if stat is not None:
         return found[stat]
@@ -142,17 +132,15 @@ def _check_stat(stat: str | None, kept: list[str]) -> str:
 def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]:
     """Returns the names of the columns in `history`.
 
-    They can be names of groups or leaves, `("tree",)`, `("loss",)`, or the fields of events.
-
     Args:
       opt_state: Any pytree that contains the state, as in `history`.
-      name: The name of the record or events, as in `history`.
+      name: The `name` of the `record` or `events` stage. Required if there are several.
 
     Returns:
-      A tuple with one name per column of `history`.
+      A tuple of the names of groups or leaves, `("tree",)`, `("loss",)`, or the fields of events.
 
     Raises:
-      ValueError: If no record or events have the name, or if several do.
+      ValueError: If the stage cannot be identified, or if the state has lost its names.
 
     Example:
       >>> import jax.numpy as jnp
@@ -165,15 +153,11 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
     if isinstance(state, EventsState):
         fields = _fields_of(event_sources(state.inner_state))
         return ("step", "verdict", *itertools.chain(*fields))
-    if not state.names and unbox(state.ring).size:
-        raise names_lost_error("the record")
+    if not state.names and find_states.unbox(state.ring).size:
+        raise find_states.names_lost_error("the record")
     return tuple(state.names)
 
 
 def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsState:
-    missing = (
-        "opt_state must contain a record, got none; insert monitor.record(window) into the chain "
-        "(before the clip to record the raw norms) and pass the chain's state"
-    )
-    words = {"reader": "history", "what": "record", "missing": missing}
-    return find_one_state(opt_state, name, RecordState, EventsState, **words)
+    words = {"reader": "history", "what": "record"}
+    return find_states.find_one_state(opt_state, name, RecordState, EventsState, **words)

@@ -1,4 +1,4 @@
-"""Estimates the gradient noise scale, which indicates a sufficient batch size."""
+"""Estimates the gradient noise scale, which indicates whether the batch is large enough."""
 
 from typing import Any, NamedTuple
 
@@ -18,19 +18,16 @@ from optaxclip.thresholds._rule import check_decay
 
 @register_state
 class NoiseSums(NamedTuple):
-    """Two unbiased estimates from the gradients of the parts of one batch.
+    """Two unbiased estimates from the gradients of microbatches.
 
-    They are squares of norms, so float32 sums are infinite for norms above about 1e19, and 0 for
-    norms below about 1e-19. Use float64 to represent the squares of all float32 norms.
-
-    Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162, appendix A.
+    They are squares of norms, so float32 sums overflow for norms above about 1e19 and become 0 for
+    norms below about 1e-19. Source: McCandlish et al., 2018, arXiv 1812.06162, appendix A.
 
     Attributes:
-      signal: float[], an estimate of the squared norm of the true gradient. The estimate of a
-        single step can be negative.
-      variance: float[], an estimate of the trace of the covariance of the gradients of single
-        examples, or of another unit that is counted. For the gradient of a batch of `n`, the trace
-        is `variance / n`.
+      signal: float[], an estimate of the squared norm of the true gradient, which can be negative.
+      variance: float[], an estimate of the trace of the covariance of per-example gradients. The
+        examples can be any unit that is counted, such as tokens. For a batch of `n` examples, the
+        trace is `variance / n`.
     """
 
     signal: Array
@@ -42,10 +39,10 @@ class NoiseScaleState(NamedTuple):
     """State of `noise_scale`.
 
     Attributes:
-      steps: int32[], the number of steps so far with finite sums.
+      steps: int32[], the number of steps with finite sums.
       name: The name of the transformation, as a tuple with one element.
-      signal: float32[], the average of the signals of these steps.
-      variance: float32[], the average of their variances.
+      signal: float32[], the average signal of these steps.
+      variance: float32[], the average variance of these steps.
     """
 
     steps: Array
@@ -55,12 +52,12 @@ class NoiseScaleState(NamedTuple):
 
     @property
     def scale(self) -> Array:
-        """The noise scale. NaN before the first step, and inf if the signal is not positive."""
+        """The noise scale, NaN before the first step, or inf if the signal is not positive."""
         return scale_of(self.steps, self.signal, self.variance)
 
 
 def scale_of(steps: Any, signal: Any, variance: Any) -> Any:
-    """Returns the ratio of the averages, in the library of the arrays, JAX or NumPy."""
+    """Returns the ratio of the averages, for arrays of JAX or NumPy."""
     xp = jnp if isinstance(signal, jax.Array) else np
     has_signal = signal > 0
     ratio = xp.where(has_signal, variance, xp.inf) / xp.where(has_signal, signal, 1)
@@ -73,43 +70,40 @@ def noise_scale(
 ) -> Transformation[NoiseScaleState]:
     """Estimates the gradient noise scale, a batch size above which more examples help little.
 
-    The transformation averages the two sums of `optaxclip.accumulate` over the steps and divides
-    the averages, `variance / signal`. This ratio is the simple noise scale. The gradient of a much
-    smaller batch is mostly noise, and a much larger batch makes the gradient more accurate than the
-    step needs. Updates are returned unchanged, so you can use `noise_scale` anywhere in a chain.
+    If the batch is much smaller than the noise scale, its gradient is mostly noise. If it is much
+    larger, the gradient is more accurate than necessary. The estimate is `variance / signal`, the
+    ratio of two running averages of the sums from `optaxclip.accumulate`. Updates are returned
+    unchanged, so `noise_scale` can be anywhere in a chain.
 
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162.
 
     Args:
-      decay: The fraction of an average that is kept at a step, at least 0 and below 1. The first
-        steps have equal weights. The sums of single steps are noisy, so their ratio should be
-        averaged over some hundred steps.
+      decay: The decay of the averages, at least 0 and below 1. The averages start without bias.
+        Average over several hundred steps, because individual estimates are noisy.
       name: The name of the transformation in messages and in `optaxclip.monitor`.
 
     Returns:
-      A transformation with a `NoiseScaleState`. Its `scale` is in the unit of the weights, examples
-      or tokens, and `optaxclip.monitor.metrics` and `scalars` show it too. The update needs the
-      sums, `update(grads, state, params, noise=accumulated.noise)`. Non-finite sums are ignored.
+      A transformation with a `NoiseScaleState`. Its `scale` counts examples or tokens, like the
+      weights of `optaxclip.accumulate`, and is also returned by `optaxclip.monitor.metrics`. Pass
+      the sums to the update as `update(grads, state, params, noise=accumulated.noise)`. Non-finite
+      sums are ignored.
 
     Raises:
-      ValueError: If `decay` is not in its range. Also raised by `update` if `noise` is missing.
-      TypeError: If `decay` is not a number, if `name` is not a string or is empty, or if `noise` is
-        not a `NoiseSums`.
+      ValueError: If `decay` is out of range. Also raised by `update` if `noise` is missing.
+      TypeError: If an argument has the wrong type. Also raised by `update` if `noise` is not a
+        `NoiseSums`.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp
       >>> from optaxclip import accumulate, monitor
-      >>> def loss_fn(w, x):
-      ...     return jnp.mean((x - w) ** 2)
+      >>> loss_fn = lambda w, x: jnp.mean((x - w) ** 2)
       >>> grad_fn = accumulate.value_and_grad(loss_fn, microbatch_size=8)
-      >>> tx = optax.chain(monitor.noise_scale(0.999), optax.sgd(0.1))
-      >>> @jax.jit
-      ... def step(state, key):
-      ...     x = 1 + 4 * jax.random.normal(key, (64,))
-      ...     _, grads, accumulated = grad_fn(0.0, x)
+      >>> tx = monitor.noise_scale(0.999)
+      >>> def step(state, key):
+      ...     _, grads, accumulated = grad_fn(0.0, 1 + 4 * jax.random.normal(key, (64,)))
       ...     return tx.update(grads, state, noise=accumulated.noise)[1], None
       >>> state, _ = jax.lax.scan(step, tx.init(0.0), jax.random.split(jax.random.key(0), 2000))
-      >>> print(f"about {monitor.scalars(state)['noise_scale/scale']:.0f}")
+      >>> print(f"about {state.scale:.0f}")
       about 16
     """
     decay, name = check_decay(decay, "decay"), check_name(name)
@@ -127,9 +121,7 @@ def noise_scale(
         noise = extra_args.get("noise")
         if noise is None:
             raise ValueError(
-                f"{name}: noise must be passed to the update, got None; use "
-                "update(grads, state, params, noise=accumulated.noise) with the results of "
-                "optaxclip.accumulate"
+                f"{name}: noise must be passed to update, got None; use noise=accumulated.noise"
             )
         if not isinstance(noise, NoiseSums):
             raise TypeError(
@@ -139,11 +131,11 @@ def noise_scale(
         is_finite = jnp.isfinite(sums[0]) & jnp.isfinite(sums[1])
         steps = safe_increment(state.steps, is_finite)
         number = jnp.maximum(steps, 1).astype(jnp.float32)
-        # The weight of the newest of `number` estimates is (1 - decay) / (1 - decay**number). Use
+        # The weight of the newest of `number` estimates is (1 - decay) / (1 - decay**number). Uses
         # expm1, because these differences lose digits in float32 if decay is close to 1.
         log_decay = jnp.log(cast_to_float32(decay))
         weight = jnp.expm1(log_decay) / jnp.expm1(number * log_decay)
-        # Non-finite sums are replaced first, because `jax_debug_nans` stops at a NaN.
+        # Replaces non-finite sums first, because `jax_debug_nans` raises an error for NaN.
         signal, variance = (
             old + weight * (jnp.where(is_finite, new, old) - old)
             for old, new in zip((state.signal, state.variance), sums, strict=True)
@@ -155,13 +147,12 @@ def noise_scale(
 
 def where_or_nan(known: Array, x: Array) -> Array:
     """Returns `x`, or NaN where `known` is False."""
-    # An unknown number is not an error, so `jax_debug_nans` must not stop here in eager mode.
+    # NaN means that the value is unknown, so `jax_debug_nans` must not raise an error here.
     with jax.debug_nans(False):
         return select(known, x, jnp.nan)
 
 
 def nan_like(like: Array) -> Array:
-    """Returns NaN with the shape and dtype of `like`."""
-    # NaN is not an error here either, see `where_or_nan`.
+    """Returns NaN with the shape and dtype of `like`, also with `jax_debug_nans`."""
     with jax.debug_nans(False):
         return jnp.full_like(like, jnp.nan)

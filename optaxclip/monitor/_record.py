@@ -1,7 +1,4 @@
-"""Records norms and other statistics of the most recent steps on the device.
-
-Statistics are computed from a few norms. A norm shared by several statistics is computed only once.
-"""
+"""Records norms and other statistics of recent steps on the device."""
 
 import dataclasses
 import functools
@@ -44,15 +41,15 @@ class RecordState(NamedTuple):
     """State of `record`.
 
     Attributes:
-      steps: int32[], the number of steps so far, including steps that a surrounding skip skipped.
-      num_skipped: int32[], the number of steps that a surrounding skip skipped.
+      steps: int32[], the number of steps so far, including skipped steps.
+      num_skipped: int32[], the number of steps that a surrounding wrapper skipped.
       name: The name of the transformation, as a tuple with one element.
       names: The names of the groups in order.
-      last: A dict from the names of statistics to their values at the most recent step, float32[]
-        or, with a scope, float32[groups]. The value is -inf for a group without leaves at that
-        step, because NaN means that the group was non-finite or that the step was skipped.
-      ring: float32[window] or float32[window, groups]. With several statistics,
-        float32[window, statistics, ...] in the order of their names. Step n is in row `n % window`.
+      last: A dict from statistics to their most recent values, float32[] or, with a scope,
+        float32[groups]. Values are -inf for groups without leaves, because NaN means that a group
+        is non-finite or that the step was skipped.
+      ring: float32[window] or float32[window, groups], or float32[window, statistics, ...] if there
+        are several statistics, sorted by name. Step n is in row `n % window`.
     """
 
     NEEDS_OPTIMIZER = True
@@ -65,7 +62,7 @@ class RecordState(NamedTuple):
     ring: Array
 
     def after_skip(self, skip: Array) -> "RecordState":
-        """Returns the state with a row of NaN if a surrounding skip skipped the step."""
+        """Returns the state after a step that a surrounding wrapper may have skipped."""
         steps, num_skipped, last, ring = _after_skip(
             self.steps, self.num_skipped, self.last, self.ring, skip
         )
@@ -85,17 +82,16 @@ def record(
     norm: str | Norm = "l2",
     **options: Unpack[ShardingOptions],
 ) -> Transformation[RecordState]:
-    """Records statistics of the last steps on the device.
+    """Records statistics of recent steps on the device.
 
-    As the first stage of a chain, it records the raw gradients, even if they are non-finite. Inside
-    a skip, the statistics of skipped steps are NaN. Steps keep their numbers, and `num_skipped`
-    counts the skipped steps. Put the record before the skip to see the norms of skipped steps.
-    Nothing is sent to the host until you call `history`. `metrics` and `scalars` return the last
-    step. You can use it under `jit`, in `scan` and under `vmap`.
+    As the first stage of a chain, `record` measures the raw gradients. As the last stage, it
+    measures the updates that are applied to the params. Then "ratio" is the norm of the update
+    divided by the norm of the params, which is usually about 1e-3. Spikes in this ratio often
+    precede loss spikes.
 
-    As the last stage of a chain, it records the updates that are applied to the params. Then
-    "ratio" is the norm of the update divided by the norm of the params, usually about 1e-3. Spikes
-    in this ratio often precede loss spikes.
+    Inside a skip wrapper, the statistics of skipped steps are NaN. To see the norms of these steps,
+    put the record before the wrapper. Nothing is sent to the host until you call `history`.
+    `metrics` and `scalars` return the most recent step.
 
       statistic     | value for a group                                 | if non-finite
       --------------|---------------------------------------------------|----------------------
@@ -105,25 +101,24 @@ def record(
       zero_fraction | the fraction of elements that are 0               | that fraction
       share         | the fraction of the squared L2 norm of all groups | NaN for all groups
       param_norm    | the norm of its params                            | not affected
-      ratio         | norm / param_norm; inf where only param_norm is 0 | inf or NaN
-      cosine_param  | the cosine with its params; 0 if a norm is 0      | NaN
+      ratio         | norm / param_norm, or inf if only param_norm is 0 | inf or NaN
+      cosine_param  | the cosine with its params, or 0 if a norm is 0   | NaN
 
-    On a GPU, statistics that only use the gradients share one pass over them with a neighboring
-    clipping stage. The other statistics also read the params. Statistics are as accurate for narrow
-    dtypes as for float32. If all leaves of a group are None at a step, its statistics are NaN.
-    Integer leaves are ignored.
+    On a GPU, statistics that use only the gradients share a pass over them with a neighboring
+    clipping stage. The remaining statistics also read the params. Statistics are as accurate for
+    narrow dtypes as for float32. If all leaves of a group are None, its statistics are NaN. Integer
+    leaves are ignored.
 
     Args:
       window: The number of steps to keep.
       scope: The grouping of elements from `optaxclip.scopes`, for example leaves, layers of stacked
-        leaves, experts, or labeled groups. If None, the whole tree is one group. The scopes `axes`
-        and `unit` divide a leaf into very many groups, so the largest number of a leaf is kept.
-      stats: The name or names of the statistics to keep, see the table.
-      loss: If True, records the loss instead of statistics. The loss must then be passed to the
-        update as `value=` or `loss=`.
-      norm: The norm for "norm", "param_norm" and "ratio", as in `optaxclip.clip_by`.
+        leaves, experts, or labeled groups. If None, the whole tree is one group. For the scopes
+        `axes` and `unit`, the largest value of each leaf is recorded.
+      stats: The names of one or more statistics in the table.
+      loss: If True, records the loss instead of statistics. Pass it to the update as `value=` or
+        `loss=`.
+      norm: The norm for "norm", "param_norm", and "ratio", as in `optaxclip.clip_by`.
       **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
-        `history` uses the `name` to choose one of several `record` stages.
 
     Returns:
       A transformation with a `RecordState`. Its update returns the updates unchanged.
@@ -131,21 +126,14 @@ def record(
     Raises:
       ValueError: If `window` is less than 1, if the norm or a statistic is unknown, if `stats` is
         empty or contains a name twice, or if `loss` is used with `scope` or `stats`. Also raised by
-        `update` if a statistic needs `params` and they are missing, or if the loss is missing or
-        has axes.
-      TypeError: If `window` is not an int, if `loss` is not a bool, if a statistic is not a string,
-        if `scope` is not a scope, or if the loss is not a number.
+        `update` if required `params` are missing, or if the loss is missing or is not a scalar.
+      TypeError: If an argument has the wrong type.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
       >>> from optaxclip import monitor, scopes
-      >>> tx = optax.chain(record(window=2), optaxclip.clip_by_global_norm(1.0))
-      >>> state = tx.init(jnp.zeros(2))
-      >>> for size in (1.0, 2.0, 3.0):
-      ...     updates, state = tx.update(jnp.array([0.0, size]), state)
-      >>> print(monitor.history(state))
-      [2. 3.]
-      >>> tx = record(scope=scopes.leaf(), stats=("share", "zero_fraction"))
+      >>> per_leaf = record(window=100, scope=scopes.leaf(), stats=("share", "zero_fraction"))
+      >>> tx = optax.chain(per_leaf, optaxclip.clip_by_global_norm(1.0))
       >>> grads = {"head": jnp.array([3.0, 0.0]), "body": jnp.array([1.0, -1.0, 0.0])}
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> print(monitor.history_names(state), monitor.history(state, stat="share").round(2))
@@ -169,15 +157,11 @@ def record(
             keys, names = stats, grouping.names
             columns = () if grouping.layout == "scalar" else (len(names),)
         rows = (window, len(keys)) if len(keys) > 1 else (window,)
-        return RecordState(
-            # These must be distinct buffers, because a step can donate the state.
-            steps=jnp.zeros((), jnp.int32),
-            num_skipped=jnp.zeros((), jnp.int32),
-            name=StaticNames((name,)),
-            names=names,
-            last={key: jnp.zeros(columns, jnp.float32) for key in keys},
-            ring=jnp.zeros((*rows, *columns), jnp.float32),
-        )
+        # Two arrays, because a donated state must not contain an array twice.
+        steps, num_skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
+        last = {key: jnp.zeros(columns, jnp.float32) for key in keys}
+        ring = jnp.zeros((*rows, *columns), jnp.float32)
+        return RecordState(steps, num_skipped, StaticNames((name,)), names, last, ring)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -210,7 +194,7 @@ def record(
 
 def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
     """Checks the names of statistics and returns them sorted."""
-    given = (stats,) if isinstance(stats, str) else stats  # A string is also a sequence.
+    given = (stats,) if isinstance(stats, str) else stats
     if not isinstance(given, Sequence) or not all(isinstance(stat, str) for stat in given):
         raise TypeError(f"stats must be a name or a sequence of names, got {stats!r}")
     for stat in given:
@@ -218,9 +202,7 @@ def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
             hint = did_you_mean(stat, STATISTICS)
             raise ValueError(f"stats must be from {list(STATISTICS)}, got {stat!r}{hint}")
     if not given or len(set(given)) < len(given):
-        raise ValueError(
-            f"stats must be one or more different names from {list(STATISTICS)}, got {stats!r}"
-        )
+        raise ValueError(f"stats must be distinct names from {list(STATISTICS)}, got {stats!r}")
     return tuple(sorted(given))
 
 
@@ -228,8 +210,7 @@ def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
 def _after_skip(
     steps: Array, num_skipped: Array, last: dict[str, Array], ring: Array, skip: Array
 ) -> tuple[Array, Array, dict[str, Array], Array]:
-    """Updates the counters, last statistics and ring if `skip` is True."""
-    # The skip has restored the old state, so the row of the step still has an older step.
+    # The wrapper has restored the old state, so the row still contains an older step.
     at = steps % len(ring)
     ring = ring.at[at].set(jnp.where(skip, jnp.nan, ring[at]))
     last = {key: jnp.where(skip, jnp.nan, x).astype(x.dtype) for key, x in last.items()}
@@ -241,7 +222,7 @@ def _after_skip(
 def _append_row(
     steps: Array, old: dict[str, Array], ring: Array, found: dict[str, Array], is_absent: Any
 ) -> tuple[Array, dict[str, Array], Array]:
-    """Appends a row and stores -inf as the last statistics of absent groups."""
+    """Appends a row, and sets the most recent statistics of absent groups to -inf."""
     last = {key: saturating_cast(found[key], ring.dtype) for key in sorted(found)}
     # f32[], f32[groups], f32[statistics] or f32[statistics, groups]
     row = meshes.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
@@ -253,7 +234,7 @@ def _append_row(
 
 @dataclasses.dataclass(eq=False)
 class StatisticInputs:
-    """The norms and products used by statistics, which are measured at their first use."""
+    """The norms and products that statistics use, each computed at most once."""
 
     leaves: list[Any]
     weights: list[Any]
@@ -264,13 +245,13 @@ class StatisticInputs:
     measured: dict[tuple[str, Norm], Array] = dataclasses.field(default_factory=dict)
 
     def grad_norms(self, norm: Norm) -> Array:
-        """Returns the gradient norm of each group, f32[groups]."""
+        """Returns the norms of the gradients, f32[groups]."""
         if ("leaves", norm) not in self.measured:
             self.measured["leaves", norm] = measure(self.leaves, self.plan, norm).norm
         return self.measured["leaves", norm]
 
     def param_norms(self, norm: Norm) -> Array:
-        """Returns the norms of the params' groups, f32[groups]."""
+        """Returns the norms of the params, f32[groups]."""
         if ("weights", norm) not in self.measured:
             # The pass for cosines also returns the L2 norms of dense params, f32[groups].
             is_shared = self.with_cosines and norm is norms.l2
@@ -282,20 +263,20 @@ class StatisticInputs:
         return self.measured["weights", norm]
 
     def zero_fractions(self) -> Array:
-        """Returns the fractions of zeros in groups, or 0 for a group without elements."""
+        """Returns the fractions of zeros, f32[groups], which are 0 for groups without elements."""
         not_zero = self.grad_norms(NOT_ZERO)  # f32[groups]
         return jnp.asarray(with_entries(self.leaves, self.plan), not_zero.dtype) - not_zero
 
     def shares(self) -> Array:
-        """Returns the fractions of groups in the squared norm of the whole tree, f32[groups]."""
+        """Returns the groups' fractions of the squared norm of the tree, f32[groups]."""
         norm, present = self.grad_norms(norms.l2), self.plan.has_leaves()
         known = jnp.where(present, norm, 0)  # f32[groups]
-        # Norms are divided by the largest norm because their squares can overflow.
+        # Squares of norms that are not divided by the largest norm could overflow.
         squares = jnp.square(divide_no_nan(known, jnp.max(known, initial=0), 0.0))
         return jnp.where(present, divide_no_nan(squares, jnp.sum(squares), 0.0), norm)
 
     def ratios(self) -> Array:
-        """Returns the norms of the gradients divided by those of the params, f32[groups]."""
+        """Returns the ratios of gradient norms to param norms, f32[groups]."""
         # Gradients and params can have different dtypes.
         found = [self.grad_norms(self.norm), self.param_norms(self.norm)]
         norm, of_weights = promote_dtypes(found)
@@ -303,7 +284,7 @@ class StatisticInputs:
 
     @functools.cached_property
     def products(self) -> InnerProducts:
-        """The inner products of gradients and params, and their cosines."""
+        """The inner products and cosines of gradients and params."""
         # The products need both trees, so the pass is only local if neither is sharded.
         placement = self.plan.placement
         is_unsharded = placement.is_unsharded and self.weights_plan.placement.is_unsharded
@@ -317,7 +298,7 @@ class StatisticInputs:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStatistic:
-    """A statistic with one number per group of a tree."""
+    """A statistic with one value per group."""
 
     compute: Callable[[StatisticInputs], Array]
     needs_params: bool = False
@@ -329,7 +310,7 @@ NOT_ZERO = Norm(
     norms.mean_abs.finalize,
     degree=0,
 )
-"""A norm that counts elements as 0 or 1 and returns the fraction of nonzero elements."""
+"""Returns the fraction of nonzero elements."""
 
 STATISTICS: dict[str, GroupStatistic] = {
     "norm": GroupStatistic(lambda inputs: inputs.grad_norms(inputs.norm)),
@@ -352,8 +333,8 @@ def compute_statistics(
     if needing:
         if params is None:
             raise ValueError(
-                f"{options.name}: params must be passed to the update for the statistics "
-                f"{needing}, got None; use update(updates, state, params)"
+                f"{options.name}: params must be passed to update for the statistics {needing}, "
+                "got None; use update(updates, state, params)"
             )
         weights, weights_plan = get_param_leaves(flat, params, plan, options)
     static = {"plan": plan, "weights_plan": weights_plan, "names": names, "norm": options.norm}
@@ -376,13 +357,13 @@ def _compute_statistics(
 
 
 def _reduce_to_names(packed: Array, plan: Plan) -> Array:
-    """Reduces to one number per name, the largest for a leaf with many groups, or NaN."""
+    """Returns one value per name, the largest one if a leaf has many groups."""
     if plan.grouping.layout != "dict":
         return packed
     # f32[groups] -> f32[names]
     found = []
     for x in plan.unpack(packed):
-        # A maximum over devices drops NaN on a CPU (as of JAX 0.10.2).
+        # On a CPU, a maximum over devices ignores NaN (as of JAX 0.10.2).
         is_unknown = jnp.isnan(x)
         least = jnp.asarray(-jnp.inf, x.dtype)
         largest = jnp.max(jnp.where(is_unknown, least, x), initial=least)

@@ -1,4 +1,4 @@
-"""Reads from a state whether the last step was applied, and which leaves caused a skip."""
+"""Reads from a state whether the most recent step was applied, and which leaves caused a skip."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -26,72 +26,61 @@ from optaxclip.transforms.skip import SkipState
 
 
 def step_was_applied(opt_state: PyTree) -> Array:
-    """Returns `True` if the last step was applied, also inside the compiled step.
+    """Returns `True` if the most recent step was applied, also inside the compiled step.
 
-    A skip keeps the params and the state of the optimizer unchanged. It cannot protect other state
-    that a step changes, for example the running statistics of BatchNorm, averages of weights, or
-    the carried state of a recurrent network. A NaN in this state remains there. You should
-    therefore keep the old values if the step was not applied::
+    A skip wrapper does not protect state outside the optimizer, such as BatchNorm statistics,
+    averages of weights, or the carried state of a recurrent network. If the step was not applied,
+    keep the old values::
 
       updates, opt_state = tx.update(grads, opt_state, params)
-      batch_stats = optax.tree.where(
-          monitor.step_was_applied(opt_state), new_batch_stats, batch_stats
-      )
+      was_applied = monitor.step_was_applied(opt_state)
+      batch_stats = optax.tree.where(was_applied, new_batch_stats, batch_stats)
 
-    The result does not show whether the step was good. For example, a step that a skip accepts
-    because of `max_consecutive` was applied. If there are several skips, all of them must have
-    applied the step. If the skips are for parts of the params, as in `optax.partition`, pass the
-    part of the state that you need.
+    A step that was applied is not necessarily good. For example, a wrapper applies a bad step after
+    `max_consecutive` skipped steps. If there are several wrappers, all of them must have applied
+    the step. If they wrap different params, as in `optax.partition`, pass the part of the state
+    that you need.
 
     Args:
       opt_state: Any pytree that contains the state, as in `optaxclip.monitor.read`, after the
-        update. In `optax.MultiSteps`, a microbatch that was added to the sum counts as applied
-        until the step of the whole batch. A microbatch that `should_skip_update_fn` left out does
-        not.
+        update. In `optax.MultiSteps`, a microbatch counts as applied if it was added to the sum.
 
     Returns:
       bool[], or one element per state under `vmap`. It is True before the first step. Nothing is
-      sent to the host, so the function works under `jit`, `scan`, `vmap` and `shard_map`.
+      sent to the host, so the function works under `jit`, `scan`, `vmap`, and `shard_map`.
 
     Raises:
-      ValueError: If the state does not contain a skip.
+      ValueError: If the state does not contain a skip wrapper.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
       >>> tx = optaxclip.skip_nonfinite(optax.sgd(0.1))
-      >>> params, mean = jnp.zeros(2), jnp.zeros(())
-      >>> opt_state = tx.init(params)
-      >>> for batch in (jnp.array([1.0, 3.0]), jnp.array([jnp.nan, 1.0])):
-      ...     updates, opt_state = tx.update(params - batch, opt_state)
-      ...     mean = jnp.where(step_was_applied(opt_state), 0.9 * mean + 0.1 * batch.mean(), mean)
-      ...     print(step_was_applied(opt_state), mean)
-      True 0.2
-      False 0.2
+      >>> _, opt_state = tx.update(jnp.array([1.0, jnp.nan]), tx.init(jnp.zeros(2)))
+      >>> print(step_was_applied(opt_state))
+      False
     """
     flags = list(_flags(opt_state))
     if not flags:
         raise ValueError(
-            "opt_state of monitor.step_was_applied must contain a skip, got "
-            f"{describe_tree(opt_state)}; wrap the optimizer in skip_nonfinite, skip_above or "
-            "scale_loss and pass its state, a TrainState or an nnx.Optimizer (the state of "
-            "optax.apply_if_finite does not show whether a step was applied)"
+            "opt_state of monitor.step_was_applied must contain a skip wrapper, got "
+            f"{describe_tree(opt_state)}; wrap the optimizer in skip_nonfinite or skip_above"
         )
     return functools.reduce(jnp.logical_and, flags)
 
 
 def _flags(tree: PyTree) -> Iterator[Array]:
-    """Iterates over the skips in a state, with True if a skip applied its last step."""
+    """Iterates over the skip wrappers in a state, with True if the most recent step was applied."""
     kinds = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
     for _, state in iter_states(tree, kinds):
         if isinstance(state, SkipState):
             yield put_on_device(unbox(state.info.factor)) > 0
         elif isinstance(state, optax.ApplyIfFiniteState):
-            # A step that `apply_if_finite` rejects does not reach the skips inside it.
+            # A step that `apply_if_finite` rejects does not reach the wrappers inside it.
             was_run = put_on_device(unbox(state.last_finite))
             yield from (flag & was_run for flag in _flags(state.inner_state))
         else:
-            # While `MultiSteps` accumulates microbatches, the skips inside it keep their record of
-            # the previous batch.
+            # While `MultiSteps` accumulates microbatches, wrappers inside it keep the record of the
+            # previous batch.
             is_accumulating = put_on_device(unbox(state.mini_step)) > 0
             yield from (flag | is_accumulating for flag in _flags(state.inner_opt_state))
             if isinstance(state.skip_state, Mapping) and "should_skip" in state.skip_state:
@@ -102,28 +91,25 @@ StepStatus: TypeAlias = Literal["ok", "skipped", "roll back"]
 
 
 def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
-    """Returns the leaves that caused a skip, or that were non-finite when they were clipped.
+    """Returns the leaves that caused the most recent skipped step, or that were non-finite.
 
-    A skip records the leaves that caused the latest step that it skipped. These are the non-finite
-    leaves. If all leaves were finite, they are the leaves with norms above the threshold, or the
-    leaf with the largest norm if no norm was above it. If only the loss caused the skip, there are
-    no leaves. The skip finds them in the same pass over the gradients as the norm. Clipping by
-    leaves (the scopes `leaf`, `axes` and `unit`) records the leaves that were non-finite at the
-    last step, except leaves that `nonfinite="mask"` repaired. Clipping by labeled groups records
-    the labels.
+    A skip wrapper records the leaves that were non-finite on the most recent step that it skipped.
+    If all leaves were finite, it records the leaves with norms above the threshold or, if there are
+    none, the leaf with the largest norm. If only the loss caused the skip, there are no leaves. A
+    stage that clips leaves (the scopes `leaf`, `axes`, and `unit`) or labeled groups records the
+    ones that were non-finite on the most recent step, except leaves that `nonfinite="mask"`
+    repaired.
 
     Args:
-      opt_state: Any pytree that contains the state, as in `optaxclip.monitor.read`. You can also
-        pass a state from a checkpoint. For states under `vmap`, the result contains the leaves of
-        all states.
+      opt_state: Any pytree that contains the state, as in `optaxclip.monitor.read`, such as a state
+        from a checkpoint. For states under `vmap`, the result contains the leaves of all states.
 
     Returns:
       The names without duplicates, such as `encoder/0/kernel`, or an empty tuple.
 
     Raises:
-      ValueError: If the state does not record leaves, for example if a clip has one norm for the
-        whole tree.
-      TypeError: Under `jit`, `vmap` or `grad`, where there are no numbers yet.
+      ValueError: If the state does not record leaves, for example if all stages use global norms.
+      TypeError: If called under `jit`, `vmap` or `grad`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -150,9 +136,8 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
         raise names_lost_error(f"the states of {nameless}")
     if not found:
         raise ValueError(
-            "opt_state must contain a skip or a clip of leaves, got neither; wrap the optimizer in "
-            "skip_nonfinite or skip_above, or start the chain with clip_by_norm(math.inf) to keep "
-            "finite gradients unchanged"
+            "opt_state must contain a skip wrapper or a stage that clips leaves, got neither; "
+            "wrap the optimizer in skip_nonfinite, or insert clip_by_norm(math.inf) into the chain"
         )
     bad: dict[str, None] = {}
     arrays = fetch_to_host([array for _, array in found], "bad_leaves")
@@ -164,60 +149,53 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
 
 
 def step_status(opt_state: PyTree, roll_back_after: int = 10) -> StepStatus:
-    """Returns the status of the last step, and whether to return to a checkpoint.
+    """Returns the status of the most recent step, and whether to return to a checkpoint.
 
-    Call it in the loop on the host, because only the host can load a checkpoint and skip bad data::
+    Call it in the training loop on the host, because only the host can load a checkpoint::
 
-      for batch in batches:
-          params, opt_state = train_step(params, opt_state, batch)
-          match monitor.step_status(opt_state):
-              case "skipped":
-                  log(monitor.bad_leaves(opt_state))
-              case "roll back":
-                  params, opt_state = restore_last_checkpoint()
+      match monitor.step_status(opt_state):
+          case "skipped":
+              log(monitor.bad_leaves(opt_state))
+          case "roll back":
+              params, opt_state = restore_last_checkpoint()
 
-    A checkpoint cannot help if a constant threshold is below the usual norms, or if the gradient is
-    NaN at all steps. For example, the gradient of `where(x > 0, sqrt(x), 0)` is NaN at 0. See
-    `docs/recovery.md` for remedies.
-
-    The host waits for the step that computes the state, and then for one `jax.device_get` of three
-    numbers per skip, or four if the skip checks the loss. Nothing is computed on the device.
+    A checkpoint does not help if a constant threshold is below the usual norms, or if the gradient
+    is always NaN, like the gradient of `where(x > 0, sqrt(x), 0)` at 0. See `docs/recovery.md` for
+    remedies. The host waits for the step that computes the state and for one `jax.device_get`.
 
     Args:
-      opt_state: Any pytree that contains the state, as in `optaxclip.monitor.read`. You can also
-        pass a state from a checkpoint. The worst of several skips, or of states under `vmap`,
+      opt_state: Any pytree that contains the state, as in `optaxclip.monitor.read`, such as a state
+        from a checkpoint. If there are several skip wrappers, or states under `vmap`, the worst one
         determines the status.
-      roll_back_after: The number of consecutive skipped steps after which to roll back. If a skip
-        applies a step earlier (`max_consecutive`), counting starts again.
+      roll_back_after: The number of consecutive skipped steps after which to roll back. If a
+        wrapper applies a step earlier (`max_consecutive`), counting starts again.
 
     Returns:
-      "ok", "skipped" or "roll back". It is "roll back" after `roll_back_after` consecutive skipped
-      steps, and as soon as a skip has applied a non-finite step, as `skip_nonfinite` does after
+      "ok", "skipped", or "roll back". It is "roll back" after `roll_back_after` consecutive skipped
+      steps, or as soon as a wrapper has applied a non-finite step, as `skip_nonfinite` does after
       `max_consecutive`.
 
     Raises:
-      ValueError: If the state does not contain a skip, or if `roll_back_after` is less than 1.
-      TypeError: Under `jit`, `vmap` or `grad`, where there are no numbers yet, or if
-        `roll_back_after` is not an int.
+      ValueError: If the state does not contain a skip wrapper, or if `roll_back_after` is less than
+        1.
+      TypeError: If called under `jit`, `vmap` or `grad`, or if `roll_back_after` is not an int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
       >>> tx = optaxclip.skip_above(optax.sgd(0.1), 10.0)
       >>> opt_state = tx.init(jnp.zeros(2))
-      >>> for size in (1.0, 20.0, 30.0, 2.0):
+      >>> for size in (1.0, 20.0, 30.0):
       ...     _, opt_state = tx.update(jnp.array([0.0, size]), opt_state)
       ...     print(step_status(opt_state, roll_back_after=2))
       ok
       skipped
       roll back
-      ok
     """
     roll_back_after = check_int(roll_back_after, 1, "roll_back_after")
     skips = find(opt_state, SkipState).values()
     if not skips:
         raise ValueError(
-            "opt_state must contain a skip, got none; wrap the optimizer in skip_nonfinite or "
-            "skip_above"
+            "opt_state must contain a skip wrapper, got none; wrap the optimizer in skip_nonfinite"
         )
     numbers = []
     for state in skips:
@@ -230,14 +208,13 @@ def step_status(opt_state: PyTree, roll_back_after: int = 10) -> StepStatus:
         most = max(most, int(np.max(consecutive, initial=0)))
         is_nonfinite = np.any([~np.isfinite(number) for number in checked], axis=0)
         is_lost |= bool(np.any(is_nonfinite & (factor > 0)))
-    # The weights have been updated by a non-finite step if `is_lost`.
     if is_lost or most >= roll_back_after:
         return "roll back"
     return "skipped" if most else "ok"
 
 
 def loss_scale(opt_state: PyTree) -> Array:
-    """Returns the factor for the next loss if `scale_loss` wraps the optimizer.
+    """Returns the factor for the next loss if the optimizer is wrapped in `scale_loss`.
 
     Read it from the state that you pass to the update of the same step::
 
@@ -254,7 +231,7 @@ def loss_scale(opt_state: PyTree) -> Array:
       float32[], a power of two, or one element per state under `vmap`. Nothing is sent to the host.
 
     Raises:
-      ValueError: If the state does not contain exactly one state of `scale_loss`, or if a wrapper
+      ValueError: If the state does not contain exactly one `scale_loss` state, or if a wrapper
         around `scale_loss` hides overflows from it, because the scale could then never decrease.
 
     Example:
@@ -270,15 +247,13 @@ def loss_scale(opt_state: PyTree) -> Array:
         if any(isinstance(x, LossScaleState) for x in inside):
             # The wrapper does not pass an overflowed gradient on, or adds it to a sum.
             raise ValueError(
-                f"scale_loss must not be inside another wrapper, got {type(node).__name__}; put "
-                "scale_loss around it, as in scale_loss("
-                "optax.MultiSteps(optimizer, k).gradient_transformation())"
+                f"scale_loss must not be inside another wrapper, got {type(node).__name__}; use "
+                "scale_loss(optax.MultiSteps(optimizer, k).gradient_transformation())"
             )
     found = [state for _, state in iter_states(opt_state, (LossScaleState,))]
     if len(found) != 1:
         raise ValueError(
-            "opt_state of monitor.loss_scale must contain one state of scale_loss, got "
-            f"{len(found)} in {describe_tree(opt_state)}; wrap the optimizer in scale_loss and "
-            "pass its state, a TrainState or an nnx.Optimizer"
+            "opt_state of monitor.loss_scale must contain exactly one scale_loss state, got "
+            f"{len(found)} in {describe_tree(opt_state)}; wrap the optimizer in scale_loss"
         )
     return round_to_pow2(put_on_device(unbox(found[0].loss_scale)))

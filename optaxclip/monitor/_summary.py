@@ -1,4 +1,4 @@
-"""Computes numbers for logs from records, on the device or on the host."""
+"""Computes the numbers for logs from records, on the device or on the host."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,14 +13,7 @@ from optaxclip._backend.exponent_counts import WORD_BITS, num_counts
 from optaxclip._base.float_formats import bin_exponents
 from optaxclip._base.state import StaticNames
 from optaxclip._base.types import ClipState, PyTree
-from optaxclip.monitor._find_states import (
-    deduplicate,
-    describe_tree,
-    is_deleted,
-    name_of,
-    records,
-    unbox,
-)
+from optaxclip.monitor._find_states import describe_tree, is_deleted, records, unbox, unique_names
 from optaxclip.monitor._histogram import HistogramState
 from optaxclip.monitor._noise_scale import NoiseScaleState, scale_of
 from optaxclip.monitor._record import STATISTICS, RecordState
@@ -30,10 +23,10 @@ from optaxclip.transforms.skip import SkipState
 Recorded: TypeAlias = (
     ClipState | SkipState | LossScaleState | NoiseScaleState | RecordState | HistogramState
 )
-"""The states that have numbers for a log."""
+"""The states that have numbers for logs."""
 
 Summary: TypeAlias = dict[str, Any]
-"""An array `[labels]` or `[1]` by kind of number, and dicts of the worst elements in "top"."""
+"""Arrays `[labels]` or `[1]` by kind of number, and a list of the worst elements as "top"."""
 
 # The numbers of a record without elements.
 EMPTY_RECORD = {"norm": 0.0, "threshold": float("inf"), "factor": 1.0}
@@ -45,7 +38,7 @@ NUMBERS = (
     *(name for name in STATISTICS if name != "norm"),
     "steps",
 )
-"""The kinds of numbers, in the order shown, because `jit` sorts the dicts that it returns."""
+"""The kinds of numbers in the order of logs, because `jit` sorts the dicts that it returns."""
 
 COUNTS = ("steps", "num_clipped", "num_nonfinite", "num_skipped")
 """The kinds of numbers that are counted from the first step."""
@@ -66,8 +59,6 @@ class _CountedRecord:
 
 @dataclasses.dataclass(frozen=True)
 class NormRecord(_CountedRecord):
-    """The last step of a clipping stage or a skip."""
-
     # f32[*states] for a whole tree, and f32[*states, elements] for leaves, groups or labels.
     norm: Any
     threshold: Any
@@ -75,10 +66,7 @@ class NormRecord(_CountedRecord):
     num_nonfinite: Any  # i32, with the same shape
 
     def worst_elements(self, shape: tuple[int, int]) -> Summary:
-        """Reshapes to [rows, columns] and returns the largest ratio of norm to threshold by column.
-
-        The result also contains the other numbers of these elements.
-        """
+        """Returns the numbers of the worst element of each column in a shape [rows, columns]."""
         xp = _namespace(self.norm)
         columns = {field: getattr(self, field).reshape(shape) for field in EMPTY_RECORD}
         norm = columns["norm"]  # f32[rows, columns]
@@ -95,13 +83,11 @@ class NormRecord(_CountedRecord):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClipRecord(NormRecord):
-    """The last step of a clipping stage."""
-
     num_clipped: Any  # i32, with the shape of `norm`
     steps: Any  # i32[*states]
 
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Computes the numbers of the worst elements, and the largest counts."""
+        """Returns the numbers of the worst elements, and the largest counts, [labels]."""
         xp, record = _namespace(self.norm), self.since(earlier)
         shape = _column_shape(self.steps, with_labels)
         found = record.worst_elements(shape)
@@ -125,14 +111,12 @@ class ClipRecord(NormRecord):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SkipRecord(NormRecord):
-    """The last step of a skip, with the loss if the skip checks it."""
-
     num_skipped: Any  # i32[*states]
     loss: Any = None  # f32[*states]
     loss_threshold: Any = None  # f32[*states]
 
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Computes the numbers of the worst state, and the loss furthest above its threshold."""
+        """Returns the numbers of the worst state, and the loss furthest above its threshold."""
         del with_labels  # A skip has one norm for the whole tree.
         record = self.since(earlier)
         found = record.worst_elements((-1, 1))
@@ -151,12 +135,9 @@ class SkipRecord(NormRecord):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaleRecord(SkipRecord):
-    """The last step of `scale_loss`, which contains a skip."""
-
     loss_scale: Any  # f32[*states]
 
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Computes the numbers of the skip, and the smallest loss scale."""
         xp, scales = _namespace(self.loss_scale), self.loss_scale.reshape(-1, 1)
         smallest = xp.min(scales, axis=0, initial=xp.inf)  # f32[1]
         return super().summarize(earlier, with_labels) | {"loss_scale": smallest}
@@ -165,19 +146,16 @@ class LossScaleRecord(SkipRecord):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NoiseRecord:
-    """The averages of `noise_scale`."""
-
     steps: Any  # i32[*states]
     signal: Any  # f32[*states]
     variance: Any  # f32[*states]
 
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Averages over all states and computes the noise scale from these averages."""
+        """Averages over all states and computes the noise scale from the averages."""
         del earlier, with_labels
         xp = _namespace(self.steps)
         sums = {"signal": self.signal, "variance": self.variance}
-        # The sums are averaged first, because a ratio of averages has less noise than an average
-        # of ratios.
+        # A ratio of averages is less noisy than an average of ratios.
         means = {field: xp.mean(x.reshape(-1, 1), axis=0) for field, x in sums.items()}  # f32[1]
         return {"scale": scale_of(xp.max(self.steps), **means), **means}
 
@@ -185,33 +163,30 @@ class NoiseRecord:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HistogramRecord(_CountedRecord):
-    """The last counts of `histogram`."""
-
     steps: Any  # i32[*states]
     sizes: Any  # u32[*states, groups, 2, counts]
 
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Computes quantiles of the exponents, the fraction of zeros, and non-finite counts."""
         xp = _namespace(self.steps)
-        # The counts are those of a single step, so they remain valid without steps after `since`.
+        # The counts are from a single step, so they remain valid if no step followed `since`.
         was_run, steps = xp.any(self.steps > 0), self.since(earlier).steps
         shape = (*_column_shape(self.steps, with_labels), *self.sizes.shape[-2:])
         # u32[labels, 2, counts]. The two words of a count are summed separately.
         words = xp.sum(self.sizes.reshape(shape), axis=0, dtype=self.sizes.dtype)
         low, high = words[:, 0], words[:, 1]  # u32[labels, counts]
         counts = low.astype(xp.float32) + high.astype(xp.float32) * xp.float32(2.0**WORD_BITS)
-        # The counts start with the zeros and end with the infinite elements and NaN.
+        # The first count is of zeros, and the last two are of infinite elements and NaN.
         up_to = xp.cumsum(counts[:, 1:-2], axis=1)  # f32[labels, bins]
         num_nonzero, num_elements = up_to[:, -1:], xp.sum(counts, axis=1)
         exponents = bin_exponents(is_float64=words.shape[-1] == num_counts(wide=True))
 
         def quantile(fraction: float) -> Any:
             is_reached = (up_to >= xp.float32(fraction) * num_nonzero).astype(xp.int32)
-            # f32[labels]. The argmax is the first bin in which the quantile is reached.
+            # f32[labels]. The argmax is the first bin that reaches the quantile.
             found = xp.asarray(exponents, xp.float32)[xp.argmax(is_reached, axis=1)]
             return xp.where(num_nonzero[:, 0] > 0, found, xp.nan)
 
-        # The low words of several groups were summed and can use more than WORD_BITS bits.
+        # The sum of several low words can have more than WORD_BITS bits.
         high, low = high + (low >> WORD_BITS), low & (2**WORD_BITS - 1)
         exact = xp.where(high < 2**15, (high << WORD_BITS) | low, 2**31 - 1).astype(xp.int32)
         found = {
@@ -230,13 +205,10 @@ class HistogramRecord(_CountedRecord):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StatisticsRecord(_CountedRecord):
-    """The last step of `record`."""
-
     steps: Any  # i32[*states]
     last: dict[str, Any]  # f32[*states], or f32[*states, groups]
 
     def summarize(self, earlier: dict[str, Any], with_labels: bool) -> Summary:
-        """Computes the largest statistics."""
         shape = _column_shape(self.steps, with_labels)
         found = {name: _nan_aware_max(x.reshape(shape)) for name, x in self.last.items()}
         return found | {"steps": _column_max(self.since(earlier).steps.reshape(-1, 1))}
@@ -245,7 +217,7 @@ class StatisticsRecord(_CountedRecord):
         """Returns the scores and the statistics of all groups, [groups]."""
         shape = _column_shape(self.steps, with_labels=True)
         columns = {name: x.reshape(shape) for name, x in self.last.items()}  # f32[states, groups]
-        # All statistics use the order of the norms, or of the first statistic without norms.
+        # Groups are ranked by the norm or, if it is not recorded, by the first statistic.
         values = columns[next(x for x in ("norm", *NUMBERS) if x in columns)]
         xp = _namespace(values)
         # A group without leaves is -inf and sorts last. Non-finite values sort first.
@@ -257,7 +229,7 @@ LogRecord: TypeAlias = ClipRecord | SkipRecord | NoiseRecord | HistogramRecord |
 
 
 def record_of(state: Recorded) -> LogRecord:
-    """Returns the arrays of a state that a log needs, still on the device."""
+    """Returns the arrays of a state that a log needs, without copying them to the host."""
     if isinstance(state, NoiseScaleState):
         return NoiseRecord(*map(unbox, (state.steps, state.signal, state.variance)))
     if isinstance(state, HistogramState):
@@ -272,7 +244,7 @@ def record_of(state: Recorded) -> LogRecord:
 
 
 def norm_record_of(state: ClipState | SkipState) -> ClipRecord | SkipRecord:
-    """Returns the record of a clipping stage or a skip."""
+    """Returns the record of a clipping stage or a skip wrapper."""
     fields = ("norm", "threshold", "factor", "num_nonfinite")
     of_info = {field: unbox(getattr(state.info, field)) for field in fields}
     if isinstance(state, ClipState):
@@ -286,14 +258,13 @@ def norm_record_of(state: ClipState | SkipState) -> ClipRecord | SkipRecord:
 
 
 def has_elements(record: LogRecord) -> TypeGuard[ClipRecord | StatisticsRecord]:
-    """Returns `True` if a record has numbers for several leaves or groups."""
+    """Returns `True` if a record has values for several leaves or groups."""
     if isinstance(record, StatisticsRecord):
         return next(iter(record.last.values())).ndim > record.steps.ndim
     return isinstance(record, ClipRecord) and record.norm.ndim > record.steps.ndim
 
 
 def names_of(state: Recorded) -> StaticNames:
-    """Returns the names of the record's elements."""
     if isinstance(state, NoiseScaleState):
         return StaticNames()
     has_names = isinstance(state, RecordState | HistogramState)
@@ -301,17 +272,17 @@ def names_of(state: Recorded) -> StaticNames:
 
 
 def summarize(record: LogRecord, earlier: dict[str, Any], with_labels: bool, top: int) -> Summary:
-    """Computes the numbers of a record, or of the labels in it, and of its `top` worst elements."""
+    """Returns the numbers of a record or of its labels, and those of its `top` worst elements."""
     found = record.summarize(earlier, with_labels)  # [labels], or [1] without labels.
     return found | ({"top": top_k(record, top)} if top and has_elements(record) else {})
 
 
 def top_k(record: ClipRecord | StatisticsRecord, top: int) -> list[dict[str, Any]]:
-    """Returns the numbers and the indices of the worst or largest elements."""
+    """Returns the numbers and the positions of the worst elements."""
     score, found = record.rank_elements()
     xp = _namespace(score)
     is_taken, few = xp.zeros(score.shape, bool), []  # bool[elements]
-    # A sort would order elements by rounding errors, and so differently on the device and the host.
+    # A sort would compare rounding errors, so the order could differ between device and host.
     for _ in range(min(top, score.size)):
         left = xp.where(is_taken, -xp.inf, score)
         where = xp.argmax(_is_largest(left) & ~is_taken)
@@ -322,7 +293,7 @@ def top_k(record: ClipRecord | StatisticsRecord, top: int) -> list[dict[str, Any
 
 
 def _namespace(x: Any) -> Any:
-    """Returns `jax.numpy` for arrays on the device and NumPy for arrays on the host."""
+    """Returns `jax.numpy` for JAX arrays and NumPy for other arrays."""
     return jnp if isinstance(x, jax.Array) else np
 
 
@@ -332,17 +303,17 @@ def _column_shape(steps: Any, with_labels: bool) -> tuple[int, int]:
 
 
 def _column_max(counts: Any) -> Any:
-    """Returns the largest counts of columns (0 if empty, negative if `since` is later)."""
+    """Returns the largest count of each column, or 0 if there are no rows."""
     xp = _namespace(counts)
     return xp.max(counts, axis=0) if counts.size else xp.zeros(counts.shape[1:], counts.dtype)
 
 
 def _nan_aware_max(rows: Any) -> Any:
-    """Returns the largest numbers of columns, or NaN if one is NaN or all are missing (-inf)."""
+    """Returns the largest value of each column, or NaN if one is NaN or all are missing (-inf)."""
     xp = _namespace(rows)
     if not rows.size:
         return xp.zeros(rows.shape[1:], rows.dtype)
-    # A maximum over devices drops NaN on a CPU (as of JAX 0.10.2).
+    # On a CPU, a maximum over devices ignores NaN (as of JAX 0.10.2).
     is_nan = xp.isnan(rows)
     largest = xp.max(xp.where(is_nan, -xp.inf, rows), axis=0)
     is_unknown = xp.any(is_nan, axis=0) | (largest == -xp.inf)
@@ -351,7 +322,7 @@ def _nan_aware_max(rows: Any) -> Any:
 
 def _norm_to_threshold(norm: Any, threshold: Any) -> Any:
     """Computes sqrt(norm / threshold), or inf for a non-finite norm or a threshold of 0."""
-    # The square root never overflows in float32, unlike the ratio. It has the same order.
+    # Unlike the ratio, its square root never overflows in float32.
     xp = _namespace(norm)
     is_usable = (threshold > 0) & xp.isfinite(norm)
     norm, threshold = xp.where(is_usable, norm, 0), xp.where(is_usable, threshold, 1)
@@ -369,7 +340,7 @@ def _take_argmax(score: Any, columns: dict[str, Any]) -> Summary:
 
 def take_along_columns(where: Any, x: Any) -> Any:
     """Returns `x[where]` with a separate index per column."""
-    # Use a sum, because JAX cannot index under `vmap` over an axis of an explicit mesh (as of JAX
+    # Uses a sum, because JAX cannot index under `vmap` over an axis of an explicit mesh (as of JAX
     # 0.10.2).
     xp = _namespace(x)
     rows = xp.arange(len(x)).reshape(-1, *(1,) * where.ndim)  # i32[rows, 1] or i32[rows]
@@ -378,61 +349,52 @@ def take_along_columns(where: Any, x: Any) -> Any:
 
 
 def _is_largest(score: Any) -> Any:
-    """Marks the largest scores of columns, up to rounding."""
-    # The device and the host round differently, but must choose the same one of equal elements. For
-    # negative scores, the minimum is the largest score itself.
+    """Marks the largest score of each column, up to rounding."""
+    # The device and the host round differently, but must choose the same element. For negative
+    # scores, the minimum is the largest score itself.
     xp = _namespace(score)
     largest = xp.max(score, axis=0, keepdims=True)
     return score >= xp.minimum(largest, largest * (1 - 1e-6))
 
 
 Counts: TypeAlias = dict[str, dict[str, Any]]
-"""The counts of records from the first step, by their names in `metrics`."""
+"""Counts of records, by their names in `metrics`."""
 
 
 def counts(opt_state: PyTree) -> Counts:
-    """Returns the counts of all records in a state, for `since=` of a later log.
+    """Returns the counts of all records in a state, for the `since=` of a later log.
 
-    You should keep the counts instead of the state, because a step deletes the arrays of a donated
-    state and an `nnx.Optimizer` changes in place. Keeping the state would also use memory for
-    Adam's moments. The counts are a few integers, and you can save them in a checkpoint.
+    Keep the counts instead of the state, because the arrays of a donated state are deleted, an
+    `nnx.Optimizer` is modified in place, and a state uses much more memory. You can save the counts
+    in a checkpoint.
 
     Args:
       opt_state: Any pytree that contains the state, as in `read`.
 
     Returns:
-      A dict from the names of clips, skips and `record` in `metrics` to their counts: `steps`,
-      `num_clipped`, `num_nonfinite` and `num_skipped`, if the record has them. They are int32
-      arrays, with one element per leaf or label if there are several. Outside `jit`, they are NumPy
-      arrays, after one `jax.device_get`.
+      A dict from the names in `metrics` to dicts of `steps`, `num_clipped`, `num_nonfinite`, and
+      `num_skipped`, if the record has them. They are int32[] or, if there are several leaves or
+      labels, int32[elements]. Outside `jit`, they are NumPy arrays, after one `jax.device_get`.
 
     Raises:
       ValueError: If `metrics` raises it for this state.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optaxclip
+      >>> import jax.numpy as jnp, optaxclip
       >>> from optaxclip import monitor
       >>> tx = optaxclip.clip_by_global_norm(1.0)
-      >>> step = jax.jit(lambda x, state: tx.update(x, state)[1], donate_argnums=1)
-      >>> state = tx.init(jnp.zeros(2))
-      >>> for size in (3.0, 4.0):
-      ...     state = step(jnp.array([0.0, size]), state)
+      >>> _, state = tx.update(jnp.array([0.0, 3.0]), tx.init(jnp.zeros(2)))
       >>> earlier = monitor.counts(state)
-      >>> for size in (0.1, 0.2, 3.0, 0.3):
-      ...     state = step(jnp.array([0.0, size]), state)
-      >>> log = monitor.scalars(state, since=earlier)
-      >>> for number in ("steps", "num_clipped", "clipped_fraction"):
-      ...     print(number, log[f"clip_by_global_norm/{number}"])
-      steps 4.0
-      num_clipped 1.0
-      clipped_fraction 0.25
+      >>> for size in (0.1, 3.0):
+      ...     _, state = tx.update(jnp.array([0.0, size]), state)
+      >>> print(monitor.scalars(state, since=earlier)["clip_by_global_norm/clipped_fraction"])
+      0.5
     """
     states = loggable_records(opt_state, "counts")
     found = _counts_of({name: record_of(state) for name, state in states.items()})
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(found)):
         return found
-    # Use copies, because `device_get` returns views of the device's memory on a CPU. A later step
-    # could change these views, or could not reuse the memory.
+    # On a CPU, `device_get` returns views of device memory, which a later step could overwrite.
     return jax.tree.map(np.array, jax.device_get(found))
 
 
@@ -440,11 +402,11 @@ def loggable_records(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
     """Returns all states that have numbers for a log, by their names in `metrics`."""
     more = (LossScaleState, NoiseScaleState, RecordState, HistogramState)
     found = [state for _, state in records(opt_state, caller, *more)]
-    return dict(zip(deduplicate([name_of(state) for state in found]), found, strict=True))
+    return dict(zip(unique_names(found), found, strict=True))
 
 
 def counts_until(found: Mapping[str, LogRecord], since: PyTree | None) -> Counts:
-    """Returns the counts to subtract from records, by their names."""
+    """Returns the counts to subtract from records."""
     if since is None:
         return {}
     earlier = _parse_since(since)
@@ -454,8 +416,8 @@ def counts_until(found: Mapping[str, LogRecord], since: PyTree | None) -> Counts
     )
     if shapes != before:
         raise ValueError(
-            f"since must be an earlier state of the same optimizer or its monitor.counts, with the "
-            f"counts {shapes}, got {before}"
+            "since must be an earlier state of the same optimizer or its monitor.counts, with "
+            f"counts of shapes {shapes}, got {before}"
         )
     return earlier
 
@@ -469,11 +431,11 @@ def _counts_of(found: Mapping[str, LogRecord]) -> Counts:
 
 
 def _parse_since(since: PyTree) -> Counts:
-    """Returns the counts from `since`, a state or counts."""
+    """Returns the counts from `since`, which is a state or the result of `counts`."""
     if any(map(is_deleted, jax.tree.leaves(since))):
         raise ValueError(
-            "since must contain usable arrays, got arrays that were donated to a later step; "
-            "compute monitor.counts(opt_state) before that step and pass the result as since"
+            "since must not contain donated arrays, got arrays that were donated to a later step; "
+            "use monitor.counts(opt_state) before that step"
         )
     are_counts = isinstance(since, Mapping) and all(
         isinstance(each, Mapping) and set(each) <= {*COUNTS} for each in since.values()
@@ -484,7 +446,7 @@ def _parse_since(since: PyTree) -> Counts:
         found = loggable_records(since, "counts")
     except ValueError:
         raise ValueError(
-            "since must be an earlier state of the optimizer or its monitor.counts, got "
+            "since must be an earlier state of the same optimizer or its monitor.counts, got "
             f"{describe_tree(since)}"
         ) from None
     return _counts_of({name: record_of(state) for name, state in found.items()})

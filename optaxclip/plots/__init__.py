@@ -1,8 +1,7 @@
 """Plots of training runs and of the effects of clipping.
 
-All functions draw on the axes `ax` and return them. Without `ax`, they create new axes with a
-legend. You can place the legend yourself on axes that you pass. The functions require Matplotlib,
-which the extra `optaxclip[plot]` installs.
+The functions draw on the axes `ax` and return them. If `ax` is None, they create new axes with a
+legend. They require Matplotlib, which `optaxclip[plot]` installs.
 """
 
 from optaxclip.plots.leaves import element_histogram as element_histogram

@@ -1,4 +1,4 @@
-"""Plots with a row per leaf, layer or group: elements by size, and statistics over the steps."""
+"""Plots with one row per leaf, layer, or group."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -6,41 +6,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+import optaxclip.plots.style as style
 from optaxclip._base.types import HostArrayLike
 from optaxclip._base.validation import did_you_mean, short_repr
 from optaxclip.monitor import Histogram
-from optaxclip.plots.style import (
-    COLORS,
-    STYLES,
-    Numbers,
-    check_instance,
-    check_steps,
-    finish_axes,
-    new_axes,
-    require_matplotlib,
-    use_plain_ticks,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_LABELS = 40
-"""More names next to a plot would overlap."""
-LOST_STYLE = {"color": COLORS[0], "hatch": "////", "edgecolor": "white", "linewidth": 0}
+MAX_LABELS = 40  # More names would overlap.
+LOST_STYLE = {"color": style.COLORS[0], "hatch": "////", "edgecolor": "white", "linewidth": 0}
 IN_RANGE_STYLE = {"color": "0.6", "linewidth": 0}
 DECADES, MAX_BAR_HEIGHT, MIN_BAR_HEIGHT = 6, 0.85, 0.03
-"""The powers of ten of the fractions in a row, and the heights of its largest and smallest bar."""
+"""The powers of ten in the scale of a row, and the heights of the largest and smallest bars."""
 BAND_DISTANCE = 0.6
-"""The distance between bands, as a fraction of the height of a row. A third of it for one row."""
-NEAR_EXPONENTS = 32
-"""The axis includes the ends of bands that are at most this many powers of two outside."""
+"""The distance between bands relative to the height of a row, divided by 3 if there is one row."""
+NEAR_EXPONENTS = 32  # Ends of bands that are farther from all elements are not shown.
 
 
 class HeatmapStyle(NamedTuple):
-    """The label of a statistic, the limits of its color scale, and the name of a colormap.
-
-    Without limits, the scale is logarithmic, from the smallest to the largest value.
-    """
+    """The style of a statistic. If `limits` is None, the color scale is logarithmic."""
 
     label: str
     limits: tuple[float, float] | None = None
@@ -67,22 +52,21 @@ def heatmap(
     *,
     stat: str = "norm",
 ) -> "Axes":
-    """Draws a statistic of leaves, layers or groups over the steps as colors.
+    """Draws a statistic of leaves, layers, or groups over the steps as colors.
 
-    The color scale is fixed from 0 to 1 for fractions and from -1 to 1 for cosines, and logarithmic
-    for all other statistics. Red cells are non-finite. At most 40 names are shown.
+    The color scale is fixed for fractions (0 to 1) and cosines (-1 to 1), and logarithmic for all
+    other statistics. Red cells are non-finite. At most 40 names are shown.
 
     Args:
-      values: float[n, groups], as returned by `monitor.history(state, stat=...)`.
-      names: The names of the groups, as returned by `monitor.history_names`.
+      values: float[n, groups], the result of `monitor.history(state, stat=...)`.
+      names: The names of the groups, the result of `monitor.history_names`.
       steps: The ascending steps of the rows, int[n]. Defaults to 0, 1, ...
       ax: The axes to use. Defaults to new axes, with a legend for non-finite values.
       stat: The name of the statistic, as in `monitor.record`. Defaults to "norm".
 
     Raises:
-      ValueError: If `values` does not have two axes or is empty, the number of names or steps does
-        not match, or the statistic is unknown.
-      TypeError: If a value is not a real number, or rows have different lengths.
+      ValueError: If `values` is empty, if shapes do not match, or if the statistic is unknown.
+      TypeError: If `values` are not real numbers in rows of equal length.
 
     Example:
       >>> from optaxclip import plots
@@ -94,7 +78,7 @@ def heatmap(
         hint = did_you_mean(str(stat), HEATMAP_STYLES)
         raise ValueError(f"stat must be one of {list(HEATMAP_STYLES)}, got {stat!r}{hint}")
     look = HEATMAP_STYLES[stat]
-    with require_matplotlib():
+    with style.require_matplotlib():
         from matplotlib import colormaps
         from matplotlib.colors import LogNorm, Normalize
 
@@ -108,38 +92,38 @@ def heatmap(
         of = "" if names is None else f" and {len(names)} names"
         remedy = "; record some steps first" if found.ndim == 2 and not len(found) else ""
         raise ValueError(f"values must be [steps, leaves], got shape {found.shape}{of}{remedy}")
-    x = check_steps(steps, len(found), "the rows of values")
-    axes = new_axes(ax)
+    x = style.check_steps(steps, len(found), "the rows of values")
+    axes = style.new_axes(ax)
     shown = np.where(np.isfinite(found), found, np.nan)  # [steps, groups]
     if look.limits is None:
         positive = shown[shown > 0]
         low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
         scale = LogNorm(low, high if high > low else 2 * low, clip=True)
-        # A norm of 0 has no logarithm, so it uses the lowest color.
+        # Norms of 0 have no logarithm, so they use the lowest color.
         shown = np.maximum(shown, low)
     else:
         scale = Normalize(*look.limits, clip=True)
     rows = np.arange(found.shape[1])
     colors = colormaps[look.colormap].with_extremes(bad="red")
     mesh = axes.pcolormesh(_cell_edges(x), _cell_edges(rows), shown.T, norm=scale, cmap=colors)
-    mesh.set_rasterized(True)  # otherwise, vector formats contain a shape per cell
+    mesh.set_rasterized(True)  # Otherwise, vector formats contain one shape per cell.
     if names is None:
         axes.set_ylabel("leaf")
     else:
         stride = -(-len(rows) // MAX_LABELS)
         axes.set_yticks(rows[::stride], list(names)[::stride])
-    axes.invert_yaxis()  # the first leaf is at the top
+    axes.invert_yaxis()  # The first leaf is at the top.
     if bad := np.isnan(shown).sum():
         look_of_bad = {"color": "red", "marker": "s", "linestyle": "", "markersize": 9}
         axes.plot([], [], label=f"non-finite ({bad})", **look_of_bad)
     bar = axes.figure.colorbar(mesh, ax=axes, label=look.label)
     if look.limits is None:
-        use_plain_ticks(bar.ax.yaxis)
-    finish_axes(axes, legend=ax is None and bool(bad)).grid(visible=False)
+        style.use_plain_ticks(bar.ax.yaxis)
+    style.finish_axes(axes, legend=ax is None and bool(bad)).grid(visible=False)
     return axes
 
 
-def _cell_edges(x: Numbers) -> Numbers:
+def _cell_edges(x: style.Numbers) -> style.Numbers:
     """Returns the edges `[n + 1]` of cells around the ascending values `x`, `[n]`."""
     if len(x) == 1:
         return np.array([x[0] - 0.5, x[0] + 0.5])
@@ -148,12 +132,12 @@ def _cell_edges(x: Numbers) -> Numbers:
 
 
 class DtypeBand(NamedTuple):
-    """The name of a floating-point dtype, and its range as exponents of two."""
+    """A floating-point dtype and its range as exponents of two."""
 
     name: str
-    bottom: int  # of half the smallest number, below which values are rounded to 0
-    full: int  # of the smallest normal number
-    top: int  # of the power of two above the largest number
+    bottom: int  # The exponent of half the smallest number. Smaller values are rounded to 0.
+    full: int  # The exponent of the smallest normal number.
+    top: int  # The exponent of the power of two above the largest number.
 
 
 def element_histogram(
@@ -164,34 +148,31 @@ def element_histogram(
 ) -> "Axes":
     """Draws the number of elements by size, and marks elements outside the ranges of dtypes.
 
-    A row has one bar per power of two. The height of a bar is a fraction of the non-zero elements
-    of the row, on a logarithmic scale that starts at a millionth. The label of the axis contains
-    the number of non-finite elements and the fraction of zeros.
+    A row has one bar per power of two. The height of a bar is the fraction of the row's nonzero
+    elements, on a logarithmic scale that starts at a millionth. The axis label shows the number of
+    non-finite elements and the fraction of zeros.
 
-    Bands above the rows show the ranges of the dtypes. The pale part of a band contains subnormal
-    numbers, which have fewer digits. Elements outside a band would become 0 or infinite. The
-    percentages to the right of a row are the fractions of such elements, in the colors of the
-    dtypes. Bars outside the range of the first dtype are orange and hatched.
+    Bands above the rows show the ranges of the dtypes. The pale part of a band is the subnormal
+    range, which has fewer significant digits. Elements outside a band would become 0 or overflow,
+    and their percentages are shown to the right of the rows. Bars outside the range of the first
+    dtype are orange and hatched.
 
     Args:
-      histogram: A histogram from `monitor.histograms`, or its dict of histograms for one row each.
+      histogram: A histogram from `monitor.histograms`, or the whole dict for one row per histogram.
       dtypes: At most 7 floating-point dtypes, for example `(jnp.float16, jnp.float8_e5m2)`.
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no histograms, no finite non-zero elements, or too many dtypes.
-      TypeError: If `histogram` contains a value of another type, or `dtypes` contains a dtype that
-        is not a floating-point dtype.
+      ValueError: If there are no histograms, no finite nonzero elements, or too many dtypes.
+      TypeError: If `histogram` or `dtypes` contains an unsupported type.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax.numpy as jnp
       >>> from optaxclip import monitor, plots
       >>> tx = monitor.histogram(every=1)
       >>> grads = {"w": jnp.array([1e-9, 1e-3, 2.0, 0.0])}
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> ax = plots.element_histogram(monitor.histograms(state), dtypes=("float16",))
-      >>> print([label.get_text() for label in ax.get_yticklabels()])
-      ['float16', 'w']
       >>> print([text.get_text() for text in ax.texts])
       ['lost in float16', '33 %']
     """
@@ -200,15 +181,14 @@ def element_histogram(
         raise ValueError("histogram must contain at least one histogram, got an empty dict")
     for name, row in rows.items():
         argument = f"histogram[{name!r}]" if name else "histogram"
-        check_instance(row, Histogram, argument, "monitor.histograms")
+        style.check_instance(row, Histogram, argument, "monitor.histograms")
     ends = [row.list_by_exponent()[1][[0, -1]] for row in rows.values() if row.counts.any()]
     if not ends:
         raise ValueError(
             "histogram must contain a finite non-zero element, got 0; train until a step is counted"
         )
     bands = _compute_bands(dtypes)
-    axes = new_axes(ax)
-    # Ends of bands that are far from all elements would only compress the bars.
+    axes = style.new_axes(ax)
     low, high = np.min(ends) - 1, np.max(ends) + 1
     near = [end for band in bands for end in (band.bottom, band.top)]
     near = [end for end in near if low - NEAR_EXPONENTS <= end <= high + NEAR_EXPONENTS]
@@ -220,11 +200,11 @@ def element_histogram(
     bottom, top = 1 - len(rows), 1.0 + distance * len(bands)
     heights = [1.0 + distance * (0.5 + number) for number in range(len(bands))]
     for number, (height, band) in enumerate(zip(heights, bands, strict=True)):
-        color, style = COLORS[number + 1], STYLES[1 + number % (len(STYLES) - 1)]
+        color, dashes = style.COLORS[number + 1], style.STYLES[1 + number % (len(style.STYLES) - 1)]
         look = {"height": 0.6 * distance, "color": color, "linewidth": 0, "zorder": 2}
         axes.barh(height, band.top - band.full, left=band.full, **look)
         axes.barh(height, band.full - band.bottom, left=band.bottom, alpha=0.35, **look)
-        lines = {"colors": color, "linestyles": style, "linewidth": 1.2, "zorder": 3}
+        lines = {"colors": color, "linestyles": dashes, "linewidth": 1.2, "zorder": 3}
         axes.vlines([band.bottom, band.top], bottom, height, **lines)
     axes.set(xlim=(low, high), ylim=(bottom - 0.05, top + 0.05))
     _draw_ticks(axes, rows, dict(zip(heights, bands, strict=True)))
@@ -234,14 +214,14 @@ def element_histogram(
     notes = [f"{100 * zeros / count:.2g}% zero"] if zeros else []
     notes += [f"{nonfinite} non-finite"] if nonfinite else []
     label = "element size" + (f" ({', '.join(notes)})" if notes else "")
-    return finish_axes(axes, label, legend=ax is None)
+    return style.finish_axes(axes, label, legend=ax is None)
 
 
 def _compute_bands(dtypes: Sequence[Any]) -> list[DtypeBand]:
     if isinstance(dtypes, (str, type)) or not isinstance(dtypes, Sequence):
         raise TypeError(f"dtypes must be a tuple of dtypes, got {short_repr(dtypes)}")
-    if len(dtypes) >= len(COLORS):
-        raise ValueError(f"dtypes must contain at most {len(COLORS) - 1}, got {len(dtypes)}")
+    if len(dtypes) >= len(style.COLORS):
+        raise ValueError(f"dtypes must contain at most {len(style.COLORS) - 1}, got {len(dtypes)}")
     bands = []
     for dtype in dtypes:
         try:
@@ -257,7 +237,7 @@ def _compute_bands(dtypes: Sequence[Any]) -> list[DtypeBand]:
 
 
 def _draw_row(ax: "Axes", row: Histogram, base: int, band: DtypeBand | None) -> None:
-    """Draws the bars of a row above `base`, in another style outside of the band."""
+    """Draws the bars of a row above `base`, in a different style outside the band."""
     counts, edges = row.list_by_exponent()  # [bins], [bins + 1]
     exponents = edges[:-1]
     # Counts of 0 have no logarithm. Their bars are not drawn below.
@@ -288,7 +268,7 @@ def _write_lost_fractions(ax: "Axes", rows: list[Histogram], bands: list[DtypeBa
     look = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points"}
     for number, band in enumerate(bands):
         x = rcParams["font.size"] * (0.4 + 2.7 * number)
-        column = {**look, "color": COLORS[number + 1], "fontsize": "x-small"}
+        column = {**look, "color": style.COLORS[number + 1], "fontsize": "x-small"}
         name = f"lost in {band.name}" if number == 0 else band.name
         ax.annotate(name, (1.0, 1.05), (x, 0.0), rotation=90, va="bottom", **column)
         for place, row in list(enumerate(rows))[::stride]:

@@ -1,24 +1,14 @@
-"""Plots of losses, norms and thresholds of training runs."""
+"""Plots of losses, norms, and thresholds of training runs."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import optaxclip.plots.style as style
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import HostArrayLike
 from optaxclip._base.validation import short_repr
-from optaxclip.plots.style import (
-    COLORS,
-    STYLES,
-    Numbers,
-    check_instance,
-    check_series,
-    finish_axes,
-    mark_off_scale,
-    new_axes,
-    plot_line,
-)
 from optaxclip.tuning import Suggestion, SweepResult
 
 if TYPE_CHECKING:
@@ -26,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 Curves = Mapping[str, HostArrayLike]
-ORANGE, BLUE, PALE_ORANGE = COLORS[0], COLORS[1], COLORS[5]
+ORANGE, BLUE, PALE_ORANGE = style.COLORS[0], style.COLORS[1], style.COLORS[5]
 NUM_BINS = 50
 
 
@@ -35,8 +25,8 @@ def loss_curves(
 ) -> "Axes":
     """Draws the losses of runs over the steps.
 
-    The axis ends slightly above the largest initial loss because a diverged run would flatten the
-    curves of all other runs. Crosses at the top mark steps at which a loss becomes non-finite.
+    The axis ends slightly above the largest initial loss, because a diverged run would otherwise
+    flatten the remaining curves. Crosses at the top mark steps on which a loss becomes non-finite.
 
     Args:
       losses: A dict from run names to losses, float[n].
@@ -44,7 +34,7 @@ def loss_curves(
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no runs, a run has no losses, or shapes do not match.
+      ValueError: If there are no runs or no losses, or if shapes do not match.
       TypeError: If `losses` is not a dict of real numbers.
 
     Example:
@@ -54,7 +44,7 @@ def loss_curves(
       loss
     """
     curves = _check_runs(losses, steps, "losses")
-    axes = new_axes(ax)
+    axes = style.new_axes(ax)
     finite = [y[np.isfinite(y)] for _, y in curves.values() if np.isfinite(y).any()]
     if finite:
         top, bottom = max(y[0] for y in finite), min(y.min() for y in finite)
@@ -62,7 +52,7 @@ def loss_curves(
         axes.set_ylim(bottom - margin, top + margin)
     _draw_lines(axes, curves)
     axes.set_ylabel("loss")
-    return finish_axes(axes, legend=ax is None)
+    return style.finish_axes(axes, legend=ax is None)
 
 
 def norm_curves(
@@ -73,19 +63,17 @@ def norm_curves(
 ) -> "Axes":
     """Draws the gradient norms of runs over the steps on a logarithmic axis.
 
-    Crosses at the top mark steps at which a norm becomes non-finite.
+    Crosses at the top mark steps on which a norm becomes non-finite.
 
     Args:
       norms: A dict from run names to norms, float[n].
       steps: The steps of the norms, int[n]. Defaults to 0, 1, ...
-      threshold: A norm to mark with a horizontal line. For a threshold that changes during
-        training, use `norms_over_steps`.
+      threshold: A constant threshold, drawn as a horizontal line.
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no runs, a run has no norms, or shapes do not match.
-      TypeError: If `norms` is not a dict of real numbers, or `threshold` is not a real number. For
-        example, it may be an array with one threshold per step.
+      ValueError: If there are no runs or no norms, or if shapes do not match.
+      TypeError: If `norms` is not a dict of real numbers, or if `threshold` is not a real number.
 
     Example:
       >>> from optaxclip import plots
@@ -99,13 +87,13 @@ def norm_curves(
             f"threshold must be a number, got {short_repr(threshold)} of type "
             f"{type(threshold).__name__}; use plots.norms_over_steps for a threshold per step"
         )
-    axes = new_axes(ax)
+    axes = style.new_axes(ax)
     axes.set_yscale("log")
     _draw_lines(axes, curves)
     if threshold is not None:
         axes.axhline(float(threshold), color="0.4", linewidth=1.0, label=f"threshold {threshold:g}")
     axes.set_ylabel("gradient norm")
-    return finish_axes(axes, legend=ax is None)
+    return style.finish_axes(axes, legend=ax is None)
 
 
 def norms_over_steps(
@@ -116,20 +104,20 @@ def norms_over_steps(
 ) -> "Axes":
     """Draws the norms of one run on a logarithmic axis, and marks norms above a threshold.
 
-    Triangles mark norms above the threshold, and crosses at the top mark non-finite norms. Note
-    that a suggestion does not count the warm-up. Its triangles therefore only mark later steps.
+    Triangles mark norms above the threshold, and crosses at the top mark non-finite norms. For a
+    suggestion, triangles do not mark norms of the warm-up.
 
     Args:
       norms: The norms before clipping, float[n], or the result of `optaxclip.tuning.suggest`, which
         also contains a threshold.
-      threshold: A threshold, or the thresholds of all steps, float[n]. It can differ from the
-        threshold that was used in the run. Infinite thresholds are not drawn.
+      threshold: A threshold, or float[n] with one threshold per step. It does not need to be the
+        threshold used in the run. Infinite thresholds are not drawn.
       steps: The steps of the norms, int[n]. Defaults to the steps of the suggestion or 0, 1, ...
       ax: The axes to use. Defaults to new axes with a legend.
 
     Raises:
-      ValueError: If there are no norms, the norms have more than one axis, shapes do not match, or
-        `threshold` is used with a suggestion.
+      ValueError: If there are no norms, if shapes do not match, or if `threshold` is used with a
+        suggestion.
       TypeError: If a norm is not a real number.
 
     Example:
@@ -147,7 +135,7 @@ def norms_over_steps(
             )
         suggestion, norms, threshold = norms, norms.norms, norms.threshold
         steps = suggestion.steps if steps is None else steps
-    x, y = check_series(norms, steps, "norms")
+    x, y = style.check_series(norms, steps, "norms")
     bound = None if threshold is None else np.asarray(threshold, np.float64)
     if suggestion is not None and suggestion.recommendation == "none":
         bound = None  # the suggestion is not to clip
@@ -155,12 +143,12 @@ def norms_over_steps(
         raise ValueError(
             f"threshold must be a scalar or have shape {y.shape} like norms, got {bound.shape}"
         )
-    axes = new_axes(ax)
+    axes = style.new_axes(ax)
     finite = np.isfinite(y)
     axes.set_yscale("log")
     # Zeros have no position on a logarithmic axis, so they are gaps like non-finite norms.
     shown = np.where(finite & (y > 0), y, np.nan)
-    plot_line(axes, x, shown, color="0.55", linewidth=1.0, label="norm")
+    style.plot_line(axes, x, shown, color="0.55", linewidth=1.0, label="norm")
     if suggestion is not None and (warmup := suggestion.warmup_steps):
         label = f"warm-up ({warmup}), not counted"
         axes.axvspan(x[0], x[warmup], color="0.93", linewidth=0, zorder=0, label=label)
@@ -172,19 +160,18 @@ def norms_over_steps(
         look = {"color": ORANGE, "markersize": 4, "zorder": 3}
         axes.plot(x[above], y[above], "^", label=f"above the threshold ({above.sum()})", **look)
         line = np.broadcast_to(np.where(np.isfinite(bound), bound, np.nan), y.shape)
-        plot_line(axes, x, line, "--", color=BLUE, linewidth=1.6, label=label)
+        style.plot_line(axes, x, line, "--", color=BLUE, linewidth=1.6, label=label)
     if not finite.all():
-        mark_off_scale(axes, x[~finite], label=f"non-finite ({np.sum(~finite)})")
+        style.mark_off_scale(axes, x[~finite], label=f"non-finite ({np.sum(~finite)})")
     axes.set_ylabel("gradient norm")
-    return finish_axes(axes, legend=ax is None)
+    return style.finish_axes(axes, legend=ax is None)
 
 
 def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
-    """Draws a histogram of the norms after the warm-up, with the suggested threshold.
+    """Draws a histogram of the norms after the warm-up, and the suggested threshold.
 
-    Spikes, which are much larger than the norms of neighboring steps, have a separate color. Norms
-    above the threshold that are not spikes also have a separate color. They can occur when the
-    typical norm changes during training.
+    Spikes have a separate color. Norms above the threshold that are not spikes, which occur if the
+    typical norm changes during training, also have a separate color.
 
     Args:
       suggestion: The result of `optaxclip.tuning.suggest`.
@@ -194,20 +181,18 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
       TypeError: If `suggestion` is not a `Suggestion`.
 
     Example:
-      >>> import numpy as np
       >>> from optaxclip import plots, tuning
-      >>> norms = np.exp(0.2 * np.random.default_rng(0).normal(size=500))
-      >>> norms[[100, 200]] = 10.0, 50.0
+      >>> norms = [1.0, 1.1, 0.9] * 100 + [10.0]
       >>> ax = plots.norm_histogram(tuning.suggest(norms))
       >>> print(ax.get_legend_handles_labels()[1][1:])
-      ['typical (498)', 'spikes (2)']
+      ['typical (300)', 'spikes (1)']
     """
-    check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
-    axes = new_axes(ax)
+    style.check_instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
+    axes = style.new_axes(ax)
     norms, threshold = suggestion.norms, suggestion.threshold  # [n], []
     spikes, used = suggestion.is_spike, suggestion.is_used
     above = norms > threshold
-    parts: tuple[tuple[str, Numbers, dict[str, Any]], ...] = (
+    parts: tuple[tuple[str, style.Numbers, dict[str, Any]], ...] = (
         ("typical", used & ~spikes & ~above, {"color": "0.7"}),
         ("above the threshold, no spikes", used & ~spikes & above, {"color": PALE_ORANGE}),
         ("spikes", spikes, {"color": ORANGE, "hatch": "////", "edgecolor": "white"}),
@@ -235,16 +220,15 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
         axes.axvline(threshold, color=BLUE, linestyle="--", linewidth=1.6, label=label)
     after = " after the warm-up" if suggestion.warmup_steps else ""
     axes.set_ylabel(f"number of steps{after}")
-    return finish_axes(axes, "gradient norm", legend=ax is None)
+    return style.finish_axes(axes, "gradient norm", legend=ax is None)
 
 
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     """Draws the final losses of a sweep over thresholds.
 
-    Crosses at the top mark diverged runs, in which the final loss is non-finite or above the first
-    loss. The dotted line shows the best loss, and bars show the noise of the losses. A loss with a
-    bar that reaches the dotted line is considered equal to the best loss. The suggested threshold
-    is the largest threshold with such a loss.
+    The dotted line shows the best loss, and bars show the noise of the losses. If a bar reaches the
+    dotted line, the loss is considered equal to the best loss. Crosses at the top mark diverged
+    runs, in which the final loss is non-finite or above the first loss.
 
     Args:
       result: The result of `optaxclip.tuning.sweep`.
@@ -255,23 +239,20 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from optaxclip import ops, plots, tuning
+      >>> from optaxclip import plots, tuning
       >>> def step(x, batch, threshold):
-      ...     loss, grad = jax.value_and_grad(lambda x: (x - batch) ** 2)(x)
-      ...     grad, norm = ops.clip_by_global_norm(grad, threshold)
-      ...     return x - 1.1 * grad, loss, norm
-      >>> key, data = jax.random.key(0), jnp.full(20, 9.0)
-      >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=key, data=data)
-      >>> ax = plots.sweep_curve(result)
-      >>> print(ax.get_legend_handles_labels()[1][1:3])
+      ...     grad = 2 * (x - batch)
+      ...     return x - 1.1 * jnp.clip(grad, -threshold, threshold), grad**2, jnp.abs(grad)
+      >>> data = jnp.full(20, 9.0)
+      >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=0, data=data)
+      >>> print(plots.sweep_curve(result).get_legend_handles_labels()[1][1:3])
       ['best loss', 'suggested threshold 0.01']
     """
-    check_instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
-    axes = new_axes(ax)
+    style.check_instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
+    axes = style.new_axes(ax)
     axes.set_xscale("log")
     losses = np.where(result.diverged, np.nan, result.final_loss)  # [thresholds]
-    style = {"color": "0.35", "linewidth": 1.4}
-    axes.plot(result.thresholds, losses, "o-", label="final loss", **style)
+    axes.plot(result.thresholds, losses, "o-", label="final loss", color="0.35", linewidth=1.4)
     if not result.diverged.all():
         good = ~result.diverged
         # Bars only extend downward because only the distance to the best loss matters.
@@ -285,37 +266,36 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
         axes.axvline(result.threshold, color=BLUE, linestyle="--", linewidth=1.6, label=label)
     if result.diverged.any():
         label = "diverged: non-finite or above the first loss"
-        mark_off_scale(axes, result.thresholds[result.diverged], label=label)
+        style.mark_off_scale(axes, result.thresholds[result.diverged], label=label)
     if result.diverged.all():
         axes.set_yticks([])  # the default ticks would suggest losses between 0 and 1
     axes.set_ylabel("final loss")
-    return finish_axes(axes, "threshold", legend=ax is None)
+    return style.finish_axes(axes, "threshold", legend=ax is None)
 
 
 def _check_runs(
     series: Curves, steps: HostArrayLike | None, name: str
-) -> dict[str, tuple[Numbers, Numbers]]:
-    """Returns the steps and the values of runs."""
+) -> dict[str, tuple[style.Numbers, style.Numbers]]:
     if not isinstance(series, Mapping):
-        raise TypeError(
-            f"{name} must be a dict from run names to {name}, such as {{'run': {name}}}, got "
-            f"{short_repr(series)} of type {type(series).__name__}"
-        )
+        wanted = f"a dict of runs, such as {{'run': {name}}}"
+        raise TypeError(f"{name} must be {wanted}, got {short_repr(series)}")
     if not series:
         raise ValueError(f"{name} must be a dict with at least one run, got an empty dict")
     return {
-        run: check_series(values, steps, f"{name} of {run!r}") for run, values in series.items()
+        run: style.check_series(values, steps, f"{name} of {run!r}")
+        for run, values in series.items()
     }
 
 
-def _draw_lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> None:
+def _draw_lines(ax: "Axes", curves: Mapping[str, tuple[style.Numbers, style.Numbers]]) -> None:
     lines = list["Line2D"]()
     for depth, (name, (x, y)) in enumerate(curves.items()):
         # The line styles shift after all colors were used, so pairs of colors and line styles
         # repeat only after `len(COLORS) * len(STYLES)` curves.
-        shift, number = divmod(depth, len(COLORS))
-        color, style = COLORS[number], STYLES[(number + shift) % len(STYLES)]
-        line = plot_line(ax, x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)
+        shift, number = divmod(depth, len(style.COLORS))
+        look = {"color": style.COLORS[number], "label": name}
+        dashes = style.STYLES[(number + shift) % len(style.STYLES)]
+        line = style.plot_line(ax, x, np.where(np.isfinite(y), y, np.nan), dashes, **look)
         # The first line is on top. Lines below it are wider, so that equal lines remain visible.
         line.set(zorder=3 - depth / len(curves), linewidth=1.4 + 0.25 * depth)
         lines.append(line)
@@ -325,12 +305,8 @@ def _draw_lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> No
         ax.plot([], [], "X", color="black", markersize=8, label="non-finite")
 
 
-def _mark_nonfinite(ax: "Axes", x: Numbers, y: Numbers, line: "Line2D") -> None:
-    """Extends a line to a cross at the upper edge where its values become non-finite.
-
-    The position of the edge is computed when the figure is drawn, so the limits of the axes can
-    change until then.
-    """
+def _mark_nonfinite(ax: "Axes", x: style.Numbers, y: style.Numbers, line: "Line2D") -> None:
+    """Extends a line to a cross at the top of the axes where its values become non-finite."""
     from matplotlib.patches import ConnectionPatch
 
     bad = ~np.isfinite(y)
@@ -338,7 +314,7 @@ def _mark_nonfinite(ax: "Axes", x: Numbers, y: Numbers, line: "Line2D") -> None:
     firsts = np.flatnonzero(bad & ~np.append(False, bad[:-1]))
     look = {"color": line.get_color(), "zorder": line.get_zorder()}
     if len(firsts):
-        mark_off_scale(ax, x[firsts], label="_", markersize=11, **look)
+        style.mark_off_scale(ax, x[firsts], label="_", markersize=11, **look)
     for first in firsts[firsts > 0]:
         last, top = (float(x[first - 1]), float(y[first - 1])), (float(x[first]), 1.0)
         rise = {"linewidth": line.get_linewidth(), "clip_on": True}

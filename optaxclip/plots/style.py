@@ -72,7 +72,7 @@ def check_steps(steps: HostArrayLike | None, number: int, name: str) -> Numbers:
 
 
 def check_instance(value: Any, kind: type, argument: str, maker: str) -> None:
-    """Checks that a value has the type that a plot requires."""
+    """Checks the type of a value."""
     if not isinstance(value, kind):
         raise TypeError(
             f"{argument} must be a {kind.__name__} from {maker}, got a value of type "
@@ -95,7 +95,7 @@ def finish_axes(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":
 
 
 def use_plain_ticks(axis: "Axis") -> None:
-    """Labels a logarithmic axis with numbers such as 0.5, also between powers of ten."""
+    """Labels a logarithmic axis with plain numbers such as 0.5, also between powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     # Matplotlib's default is 10^k at powers of ten only, which is clearer for extreme ranges.
@@ -110,7 +110,7 @@ def use_plain_ticks(axis: "Axis") -> None:
 
 
 def plot_line(ax: "Axes", x: Numbers, y: Numbers, style: str = "-", **look: Any) -> "Line2D":
-    """Draws a line, with markers at points without neighbors, which a line would not show."""
+    """Draws a line, with markers at isolated points, which a line would not show."""
     finite = np.pad(np.isfinite(y), 1)  # [n + 2]
     isolated = finite[1:-1] & ~finite[:-2] & ~finite[2:]  # [n]
     if isolated.any():
@@ -119,7 +119,7 @@ def plot_line(ax: "Axes", x: Numbers, y: Numbers, style: str = "-", **look: Any)
 
 
 def mark_off_scale(ax: "Axes", x: HostArrayLike, **look: Any) -> None:
-    """Draws crosses at the upper edge of the axes, even if their limits change later."""
+    """Draws crosses at the top of the axes, even if the limits of the axes change later."""
     from matplotlib.transforms import Bbox, TransformedBbox
 
     look = {"color": "black", "markeredgecolor": "white", "markersize": 9, "zorder": 4, **look}

@@ -1,6 +1,6 @@
-"""Functions to choose a threshold from a log, from recorded norms or by training.
+"""Chooses a threshold from recorded norms, from a log, or by training.
 
-You can use `suggest` for norms from `optaxclip.monitor.record` or from a log, for example::
+To get a suggestion from norms that `optaxclip.monitor.record` recorded, or from a log, use::
 
   print(optaxclip.tuning.suggest(optaxclip.monitor.history(opt_state)))
   print(optaxclip.tuning.suggest(optaxclip.tuning.read_log("trainer_state.json")))

@@ -1,8 +1,4 @@
-"""Estimates the local level and the scale of gradient norms, and finds spikes.
-
-All computations use logarithms, so the results are proportional to the norms. The level is a
-running median, because spikes would change a mean.
-"""
+"""Estimates the level and the scale of the logarithms of gradient norms, and finds spikes."""
 
 import math
 from itertools import pairwise
@@ -20,74 +16,63 @@ LARGEST_RATIO = 8.0
 """Norms above this multiple of their level are always spikes, unless they are within 5 scales."""
 FAR = math.log(3.2)
 """If the 0.03 and 0.97 quantiles of the level differ by more than this factor, a constant threshold
-is not suitable. They differ by a noisy factor of 3.7 if the level decreases steadily by 4."""
+is not suitable. If the level decreases steadily by a factor of 4, they differ by about 3.7."""
 REACH = 4.5
-"""The distance of the threshold from the level, in standard deviations of ordinary norms."""
+"""The distance from the level to the threshold, in standard deviations of typical norms."""
 FALSE_RATE = 3e-4
-"""The expected fraction of ordinary norms above the bound for spikes, for the fitted tail."""
+"""The expected fraction of typical norms above the bound for spikes, if the fit is exact."""
 LONGEST_WARMUP = 0.1
-"""The maximum fraction of the run that can be warm-up."""
+"""The maximum length of the warm-up, as a fraction of the run."""
 CRITICAL_RANGE, FEW = 5.5, 12
-"""In at most 2% of runs, the means of stationary blocks have a range above 5.5 standard errors,
-even with autocorrelated norms (`benchmarks/suggesting.py`). For few independent norms, the critical
+"""In at most 2% of stationary runs, the range of the block means exceeds 5.5 standard errors, even
+if norms are autocorrelated (`benchmarks/suggesting.py`). With few independent norms, the critical
 range is larger."""
 MAX_BLOCKS, FEWEST_NORMS = 8, 16
 MAD_TO_STD = 1.4826
 
 
 class Shape(NamedTuple):
-    """Properties of the logarithms of norms.
+    """Properties of the logarithms of norms."""
 
-    Attributes:
-      level: float64[n], the local level.
-      spread: The standard deviation of ordinary norms above their level.
-      spikes: bool[n], True for norms far above their level, including those of the warm-up.
-      warmup: The number of initial norms with a level outside the range of later levels.
-      regime: The type of change of the level after the warm-up.
-      ratio, fall, rise: The difference between the highest and the lowest level after the warm-up,
-        and the largest decrease and increase of the level.
-      threshold: The best constant threshold.
-    """
-
-    level: Floats
-    spread: float
-    spikes: Flags
-    warmup: int
+    level: Floats  # [n], the local level, a running median, which spikes do not affect.
+    spread: float  # The standard deviation of typical norms above their level.
+    spikes: Flags  # [n], including the warm-up.
+    warmup: int  # The number of initial norms with a level outside the range of later levels.
     regime: Regime
-    ratio: float
-    fall: float
-    rise: float
+    ratio: float  # The difference between the highest and the lowest level after the warm-up.
+    fall: float  # The largest decrease of the level.
+    rise: float  # The largest increase of the level.
     threshold: float
 
 
 def analyze(logs: Floats) -> Shape:
-    """Analyzes the logarithms of norms, float64[n], all finite."""
+    """Analyzes the logarithms of norms, float64[n], which must be finite."""
     n = len(logs)
     window = min(max(round(n / 12), 9), 101) | 1
     level = running_median(logs, window)  # f64[n]
     deviations = logs - level
     spread = _upper_spread(deviations)
-    # The noise may increase during the run, so the scale is a running median too.
+    # The noise may increase during the run, so the scale is also a running median.
     scales = MAD_TO_STD * running_median(abs(deviations), min(6 * window, max(n // 3, 15)) | 1)
-    # The lower bounds are for rounded norms, because most of them may equal their level.
+    # If norms are rounded, most of them may equal their level, so the scale has lower bounds.
     scales = np.maximum(scales, max(0.6 * spread, min(spread, math.log(SMALLEST_RATIO) / 8), 1e-9))
     spikes = _spikes(deviations, scales)
     warmup = _warmup(running_median(logs, 5), spread)
-    path, ordinary = level[warmup:], logs[warmup:][~spikes[warmup:]]
+    path, typical = level[warmup:], logs[warmup:][~spikes[warmup:]]
     regime = _regime(np.where(spikes, level, logs)[warmup:], spread)
-    # Use quantiles, so the ratio does not depend on a few norms.
+    # Uses quantiles, so the ratio does not depend on a few norms.
     low, top, high = np.quantile(path, (0.03, 0.9, 0.97))
     ratio = float(high - low)
     fall, rise = (float(np.max(x - np.minimum.accumulate(x))) for x in (-path, path))
     if regime == "stationary":
-        top, ratio = float(np.median(ordinary)), 0.0
-        spread = _upper_spread(ordinary - top)
+        top, ratio = float(np.median(typical)), 0.0
+        spread = _upper_spread(typical - top)
     elif ratio > FAR and fall > FAR:
         regime = "drifting"
     reach = np.clip(REACH * spread, math.log(SMALLEST_RATIO), math.log(LARGEST_RATIO))
-    # The log contains no information about thresholds far above all ordinary norms.
-    highest = max(ordinary.max() + math.log(1.25), top + math.log(SMALLEST_RATIO))
-    threshold = min(float(top + reach), float(highest))
+    # The log contains no information about thresholds far above all typical norms.
+    highest = max(typical.max() + math.log(1.25), top + math.log(SMALLEST_RATIO))
+    threshold = float(min(top + reach, highest))
     return Shape(level, spread, spikes, warmup, regime, ratio, fall, rise, threshold)
 
 
@@ -105,19 +90,19 @@ def running_median(values: Floats, window: int) -> Floats:
 
 
 def _upper_spread(deviations: Floats) -> float:
-    """Estimates the standard deviation from upward deviations, by their median."""
+    """Estimates the standard deviation from the median of upward deviations."""
     up = deviations[deviations > 0]
-    # If most norms equal their level, the remaining norms above it may all be spikes.
+    # If most norms equal their level, all norms above it may be spikes.
     used = up if len(up) > len(deviations) / 4 else abs(deviations)
     return MAD_TO_STD * float(np.median(used))
 
 
 def _spikes(deviations: Floats, scales: Floats) -> Flags:
-    """Finds the norms that exceed the upper tail of ordinary norms.
+    """Finds norms beyond the upper tail of typical norms.
 
-    The tail is fitted to quantiles of the deviations, which should grow as `log(0.5 / p)**k` for
-    the probability `p` of larger deviations. `k` is 1 for Laplace noise and about 0.75 for normal
-    noise.
+    The tail is fitted to quantiles of the deviations. If larger deviations have the probability
+    `p`, the deviation is proportional to `log(0.5 / p)**k`. `k` is 1 for Laplace noise and about
+    0.75 for normal noise.
     """
     spikes = np.zeros(len(deviations), bool)
     # The second fit excludes the spikes of the first fit.
@@ -140,7 +125,7 @@ def _warmup(level: Floats, spread: float) -> int:
     longest = int(len(level) * LONGEST_WARMUP)
     low, high = level[longest:].min(), level[longest:].max()
     distance = np.maximum(low - level[:longest], level[:longest] - high)
-    # A steady drift also starts outside the range of later levels, by about a ninth of this range.
+    # A steady drift also starts outside this range, by about a ninth of the range.
     if distance.max() <= max(math.log(SMALLEST_RATIO), 2 * spread, (high - low) / 2):
         return 0
     return int(np.argmax(np.append(distance, 0.0) <= distance.max() / 10))
@@ -154,7 +139,7 @@ def _regime(logs: Floats, spread: float) -> Regime:
     count = min(max(n // 12, 3), MAX_BLOCKS)
     size, means, rest = n / count, [], []
     for block in np.array_split(logs, count):
-        # Subtract the trend of the block, because a steep decrease would count as noise.
+        # Subtracts the trend of the block, because a steep decrease would count as noise.
         t = np.linspace(-1, 1, len(block))
         middle = np.median(block)
         near = np.clip(block, middle - 3 * spread, middle + 3 * spread)
@@ -164,7 +149,7 @@ def _regime(logs: Floats, spread: float) -> Regime:
     rest = np.concatenate(rest)  # f64[n]
     squares = float(rest @ rest) + 1e-12
     correlation = float(rest[1:] @ rest[:-1]) / squares
-    # Residuals of a fit have a lower autocorrelation than the noise (Marriott and Pope, 1954).
+    # The residuals of a fit are less autocorrelated than the noise (Marriott and Pope, 1954).
     correlation = min(max(correlation + (2 + 4 * max(correlation, 0.0)) / size, 0.0), 0.95)
     variance = squares / (n - 2 * count) * (1 + correlation) / (1 - correlation) / size
     moved = float(np.ptp(means))
@@ -177,7 +162,7 @@ def _regime(logs: Floats, spread: float) -> Regime:
 
 
 def _is_stepped(logs: Floats) -> bool:
-    """Checks whether a function with up to two steps fits better than polynomials."""
+    """Returns `True` if a function with one or two steps fits better than polynomials."""
     n = min(40, len(logs) // 4)
     y = np.array([np.median(part) for part in np.array_split(logs, n)])
     t = np.linspace(-1, 1, n)

@@ -1,4 +1,4 @@
-"""Reads the gradient norms of a log."""
+"""Reads gradient norms from a log."""
 
 import importlib
 import io
@@ -48,10 +48,7 @@ SETTING = re.compile(
     r"(.*_)?(max|min|clip|clipping|clipped|limit|threshold|params?|parameters?|weights?|updates?"
     r"|normalized|num|ratio|batch|layer|coef|std|var|after|post)(_.*)?"
 )
-"""Last parts of names that denote settings, norms of parameters or updates, or statistics.
-
-The words are in the logs of other programs, so they do not follow the names in this package.
-"""
+"""Last parts of names that denote settings, norms of parameters or updates, or statistics."""
 SETTINGS = re.compile(
     r"(.*[/.])?(config|args|hparams|hyperparams|params?|parameters?|weights?|updates?)[/.].*"
 )
@@ -70,31 +67,32 @@ def read_log(
     column: str | None = None,
     pattern: str | re.Pattern[str] | None = None,
 ) -> "pd.Series":
-    r"""Reads the gradient norms and their steps from a log.
+    r"""Reads gradient norms and their steps from a log.
 
-    You can use tables (CSV, TSV, Markdown, also in long format with one number per row), JSON, JSON
+    Supported formats are tables (CSV, TSV, Markdown, also with one number per row), JSON, JSON
     lines, states such as `trainer_state.json`, TensorBoard's JSON and event files, `.npy` files,
-    and text. If a step is repeated, for example after a restart, its norm replaces the earlier
-    norms of this step and all later steps. If the steps start again from 0 in each epoch, they are
-    converted to global steps. If there are no steps, the norms are numbered from 0. Blank cells are
-    ignored. However, null in JSON is read as NaN.
+    and text. Blank cells are ignored, and null in JSON is read as NaN.
+
+    If a step is repeated, for example after a restart, its norm replaces the earlier norms of this
+    step and of later steps. If the steps restart in each epoch, they are converted to global steps.
+    If there are no steps, the norms are numbered from 0.
 
     Args:
       path: A path or an open text file.
-      column: The name of the column, key or tag. By default, it is the name that clearly denotes
+      column: The name of the column, key, or tag. By default, it is the name that clearly denotes
         the gradient norm, such as `train/grad_norm`.
       pattern: A regular expression for text logs, which can match several times per line. It must
         have the groups `name` and `value`, or one group per column, for example
         `r"it (?P<step>\d+) gn (?P<grad_norm>\S+)"`. By default, it finds `name: value`,
-        `name=value`, `name value` and `name | value`.
+        `name=value`, `name value`, and `name | value`.
 
     Returns:
       A pandas Series of float64[norms] with the steps as its index and the column as its name.
 
     Raises:
       ImportError: If pandas is not installed, or TensorBoard for event files.
-      ValueError: If the column is missing or contains text, or if `column` is required because no
-        name or several names may denote the gradient norm.
+      ValueError: If the column is missing or contains text, or if `column` is None and no name or
+        several names may denote the gradient norm.
 
     Example:
       >>> import io
@@ -118,12 +116,7 @@ def read_log(
         source, text = "the log", path.read()
     text = COLORS.sub("", text).lstrip("\ufeff")
     table = _pivot(_read_table(text, re.compile(pattern or PATTERN, re.IGNORECASE), source))
-    name = _choose(list(table.columns), source) if column is None else column
-    if name not in table:
-        raise ValueError(
-            f"column must be a column of {source}, got {name!r}; choose one of "
-            f"{_format_names(table.columns)}"
-        )
+    name = _choose(list(table.columns), source, column)
     # Blank cells are steps without a norm.
     cells = table[name]
     cells = cells[~cells.isin(("", "None", "null")) & cells.notna()]
@@ -132,7 +125,7 @@ def read_log(
     if len(wrong):
         raise ValueError(
             f"column must contain numbers, got {str(wrong.iloc[0])[:40]!r} in row "
-            f"{wrong.index[0] + 1} of {name!r} in {source}; choose another column, or edit the log"
+            f"{wrong.index[0] + 1} of {name!r} in {source}; choose a different column"
         )
     return _index_by_step(numbers.astype(np.float64), table, name)
 
@@ -143,16 +136,16 @@ def _import(name: str) -> Any:
     except ImportError as error:
         package = name.split(".", maxsplit=1)[0]
         raise ImportError(
-            f'read_log must have {package}, which is missing; pip install "optaxclip[logs]"'
+            f'read_log requires {package}; run pip install "optaxclip[logs]"'
         ) from error
 
 
 def _read_table(text: str, pattern: re.Pattern[str], source: str) -> Any:
-    """Returns the columns of a text, with strings, numbers, NaN and blank cells."""
+    """Returns the columns of a text. Cells are strings, numbers, NaN, or blank."""
     pd = _import("pandas")
     lines = [line for line in re.split(r"\r\n|\n|\r", text) if line.strip()]
     if not lines:
-        raise ValueError(f"path must be a log with gradient norms, got an empty one: {source}")
+        raise ValueError(f"path must be a log with gradient norms, got {source}, which is empty")
     if lines[0].lstrip()[0] in "{[" and (records := _json_records(text, lines, source)):
         return pd.json_normalize(records)
     rules = [i for i, line in enumerate(lines) if RULE.fullmatch(line.strip())]
@@ -162,7 +155,7 @@ def _read_table(text: str, pattern: re.Pattern[str], source: str) -> Any:
         if len(names) == len(rule) > 1:
             return pd.DataFrame([row for row in rows if len(row) == len(names)], columns=names)
     delimiter = _delimiter(lines, pattern)
-    # In a table without a header, the first line contains only numbers.
+    # If a table has no header, the first line contains only numbers.
     if delimiter is not None:
         is_header = not all(map(_is_number, re.split(delimiter, lines[0].strip("# "))))
         table = pd.read_csv(
@@ -176,7 +169,7 @@ def _read_table(text: str, pattern: re.Pattern[str], source: str) -> Any:
             skipinitialspace=True,
         )
         table.columns = [str(name).strip() for name in table.columns]
-        # The cells of RLlib can contain dictionaries.
+        # In RLlib, cells can contain dictionaries.
         for name in [name for name in table if table[name].astype(str).str.startswith("{").any()]:
             found = [dict(_pairs(str(cell), pattern)) for cell in table[name]]
             table = pd.concat([table, pd.DataFrame(found).add_prefix(f"{name}.")], axis=1)
@@ -188,7 +181,7 @@ def _json_records(text: str, lines: list[str], source: str) -> list[dict[str, An
     """Returns the objects of a JSON text, or an empty list for other texts."""
 
     def mark_null(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # Null denotes a non-finite norm. However, a step without the key has no norm.
+        # Null denotes a non-finite norm, unlike a missing key.
         return {key: "nan" if value is None else value for key, value in pairs}
 
     try:
@@ -253,7 +246,7 @@ def _pairs(line: str, pattern: re.Pattern[str]) -> list[tuple[str, str]]:
 
 
 def _text_records(lines: list[str], pattern: re.Pattern[str]) -> Iterator[dict[str, Any]]:
-    """Yields dicts from names to numbers. A name that is already in the dict starts a new one."""
+    """Yields dicts from names to numbers. A repeated name starts a new dict."""
     record: dict[str, Any] = {}
     for line in lines:
         pairs: list[tuple[str, Any]] = _pairs(line, pattern)
@@ -274,7 +267,7 @@ def _text_records(lines: list[str], pattern: re.Pattern[str]) -> Iterator[dict[s
 
 
 def _pivot(table: Any) -> Any:
-    """Converts a table in long format, with one number per row, to one column per key."""
+    """Converts a table with one number per row to one column per key."""
     keys, values = ([n for n in table if x.fullmatch(_last_part(n))] for x in (KEY, VALUE))
     if len(keys) != 1 or len(values) != 1:
         return table
@@ -283,17 +276,22 @@ def _pivot(table: Any) -> Any:
     return wide.join(table.drop(columns=[key, value]))
 
 
-def _choose(names: list[str], source: str) -> str:
-    """Chooses the column with the gradient norm, or raises an error that lists the columns."""
+def _choose(names: list[str], source: str, column: str | None) -> str:
+    """Returns the name of the column with the gradient norm, which is `column` if given."""
+    if column in names:
+        return column
+    if column is not None:
+        raise ValueError(
+            f"column must be in {source}, got {column!r}; choose one of {_format_names(names)}"
+        )
     if not names:
         raise ValueError(
             f"path must be a log with names and numbers, got none in {source}; pass a pattern"
         )
-    # Exports of W&B contain the mean, minimum and maximum of a curve. Use the mean.
+    # Exports of W&B contain the mean, minimum, and maximum of a curve. The mean is used.
     names = [n for n in names if re.sub(r"__(MIN|MAX)$", "", n) not in set(names) - {n}]
     own = [name for name in names if re.search(r"(^|[/.])record[/.]norm$", name)]
-    # The norm in the record of `monitor.record` is always the gradient norm.
-    if len(own) == 1:
+    if len(own) == 1:  # the gradient norm from `monitor.record`
         return own[0]
     possible = [
         name
@@ -310,15 +308,14 @@ def _choose(names: list[str], source: str) -> str:
     rest = [n for n in names if not re.search(r"step|time|^$|unnamed", _normalize(n))]
     if len(rest) == 1 and re.fullmatch(r"\d*|values?", _last_part(rest[0])):
         return rest[0]
-    if found or others:
-        listed = found or others
+    if listed := found or others:
         raise ValueError(
-            f"column must name the gradient norm of {source}, got None; pass column={listed[0]!r} "
-            f"or one of {_format_names(listed if len(listed) > 1 else names)}"
+            f"column must be the name of the gradient norms in {source}, got None; pass "
+            f"column={listed[0]!r} or one of {_format_names(listed if len(listed) > 1 else names)}"
         )
     raise ValueError(
-        f"path must be a log with a column of gradient norms, got {source} with other columns; "
-        f"pass column=NAME with one of {_format_names(names)}"
+        f"path must be a log with a column of gradient norms, got {source} without one; pass "
+        f"column=NAME with one of {_format_names(names)}"
     )
 
 
@@ -349,8 +346,8 @@ def _index_by_step(numbers: Any, table: Any, name: str) -> Any:
             if np.all(np.diff(epoch)[falls] > 0):
                 length = np.max(steps) + np.median(np.diff(steps))
                 steps = steps + (epoch - epoch[0]) * max(length, 1)
-        # Only steps below all subsequent steps are kept, because a repeated step replaces the
-        # earlier norms of this step and of later steps.
+        # Keeps only steps below all subsequent steps, because a repeated step replaces the earlier
+        # norms of this step and of later steps.
         lowest = np.minimum.accumulate(np.append(steps, np.inf)[::-1])[::-1][1:]
         is_kept = steps < lowest
         index = pd.Index(steps[is_kept].astype(np.int64), name="step")
@@ -366,8 +363,8 @@ def _read_events(path: Path, column: str | None) -> Any:
     folders = sorted({str(file.parent if path.is_dir() else file) for file in files})
     if len(folders) != 1:
         raise ValueError(
-            f"path must be a directory with the event files of one run, got {path} with "
-            f"{len(folders)}; pass one of {folders}"
+            f"path must contain the event files of one run, got {path} with {len(folders)}; pass "
+            f"one of {folders}"
         )
     events = events_of(folders[0], {"scalars": 0, "tensors": 0})
     tags = events.Reload().Tags()
@@ -376,18 +373,13 @@ def _read_events(path: Path, column: str | None) -> Any:
         found = [(e.step, make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
         if all(value.shape == () and value.dtype.kind == "f" for _, value in found):
             scalars[tag] = [(step, float(value)) for step, value in found]
-    name = _choose(list(scalars), str(path)) if column is None else column
-    if name not in scalars:
-        raise ValueError(
-            f"column must be a tag of {path}, got {name!r}; choose one of {_format_names(scalars)}"
-        )
+    name = _choose(list(scalars), str(path), column)
     steps, values = zip(*scalars[name], strict=True)
     table = pd.DataFrame({"step": steps, name: values})
     return _index_by_step(table[name].astype(np.float64), table, name)
 
 
 def _format_names(names: Iterable[str]) -> str:
-    """Formats names for a message, norms first."""
     ordered = sorted(names, key=lambda name: "norm" not in name.lower())
     more = len(ordered) - 12
     return f"{ordered[:12]}" + (f" and {more} more" if more > 0 else "")

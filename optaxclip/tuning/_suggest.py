@@ -24,14 +24,13 @@ MIN_NORMS, ENOUGH_NORMS = 10, 100
 EXPLOSION = 20.0
 """If the level increases by more than this factor after the warm-up, the run has diverged."""
 RISE_BEFORE_COLLAPSE, COLLAPSE = 5.0, 50.0
-"""If the level increases by the first factor and then decreases to the initial level divided by the
+"""If the level increases by the first factor and then falls to the initial level divided by the
 second factor, the run has diverged."""
 PILE_FRACTION, PILE_RATIO = 0.1, 3.0
-"""If more than this fraction of the norms is within a thousandth of the largest norm and the next
-most common value is at most a third as common, the norms were clipped before."""
+"""If more than this fraction of the norms is within a thousandth of the largest norm, and the next
+most common value is at most a third as common, the norms were already clipped."""
 START_FRACTION = 0.05
-MAX_REPLAYED = 10_000
-"""The maximum number of norms that are replayed through a method."""
+MAX_REPLAYED = 10_000  # The maximum number of norms that are replayed through a method.
 
 Method: TypeAlias = tuple[str, Callable[[], optax.GradientTransformation]]
 TUNING_FREE = 1.0
@@ -44,12 +43,12 @@ ADAPTIVE: dict[Regime, Method] = {
 
 
 class Alternative(NamedTuple):
-    """An alternative clipping method.
+    """A clipping method to use instead of a constant threshold.
 
     Attributes:
       call: The code that constructs the method.
-      clipped_fraction: The fraction of the analyzed norms that the method would have clipped.
-      reason: A short explanation of when to use the method.
+      clipped_fraction: The fraction of norms that the method would have clipped.
+      reason: When to use the method.
     """
 
     call: str
@@ -59,28 +58,26 @@ class Alternative(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Suggestion:
-    """A suggested threshold for recorded norms. You can `print` it to see an explanation.
+    """A threshold for recorded norms. You can `print` it to see an explanation.
 
     Attributes:
-      recommendation: "constant", "adaptive" or "none". Use the constant `threshold` if it is
-        "constant". Use the method `adaptive` if it is "adaptive", because the level changes too
-        much for a constant threshold. With "none", no threshold can be suggested, and `warnings`
-        explains why.
+      recommendation: "constant" if you should use `threshold`, or "adaptive" if you should use the
+        method `adaptive`, because the level changes too much for a constant threshold. If it is
+        "none", `warnings` explains why no threshold can be suggested.
       threshold: The best constant threshold. It is NaN if the recommendation is "none".
-      regime: The type of change of the level after the warm-up: "stationary", "drifting" or
-        "stepped".
+      regime: How the level changes after the warm-up: "stationary", "drifting", or "stepped".
       level_ratio: The ratio of the highest to the lowest level after the warm-up. It is 1 if the
         level is stationary.
       warmup_steps: The number of initial norms outside the range of later norms, at most a tenth of
         all norms.
       typical_norm: The median of the norms after the warm-up, without spikes.
-      spread: The standard deviation of the logarithms of ordinary norms above their level.
-      warnings: Reasons why the suggestion may be wrong. Check these first.
+      spread: The standard deviation of the logarithms of typical norms above their level.
+      warnings: Reasons why the suggestion may be wrong. Read them first.
       notes: Additional facts and advice.
       num_nonfinite: The number of norms that are NaN or infinite.
       num_zeros: The number of norms that are zero.
       norms: float64[n], all norms.
-      steps: int64[n], the steps at which the norms were recorded.
+      steps: int64[n], the steps of the norms.
       is_spike: bool[n], True for norms after the warm-up that are far above their level.
     """
 
@@ -101,7 +98,7 @@ class Suggestion:
 
     @property
     def is_used(self) -> Flags:
-        """Flags for the finite positive norms after the warm-up, bool[n], used for fractions."""
+        """The finite positive norms after the warm-up, which fractions are based on, as bool[n]."""
         is_settled = np.arange(len(self.norms)) >= self.warmup_steps
         return is_settled & np.isfinite(self.norms) & (self.norms > 0)
 
@@ -123,55 +120,42 @@ class Suggestion:
 
     @functools.cached_property
     def tuning_free(self) -> Alternative:
-        """The recommended default for AdamW, Muon and Lion, which requires no tuning."""
+        """The recommended default for AdamW, Muon, and Lion, which requires no tuning."""
         fraction = float(np.mean(self.norms[self.is_used] > TUNING_FREE))
         reason = "the default without tuning, inside skip_nonfinite"
         return Alternative(f"clip_by_global_norm({TUNING_FREE})", fraction, reason)
 
     def __str__(self) -> str:
-        """Formats a summary with a table of methods."""
-        doubt = " (see warnings)" if self.warnings else ""
-        title, constant, adaptive = {
-            "constant": (f"threshold {self.threshold:g}{doubt}", "suggested", "adaptive"),
-            "adaptive": (
-                f"{self.adaptive.call}{doubt}, because the level changes by a factor of "
-                f"{self.level_ratio:.3g}",
-                "the best constant threshold",
-                "suggested",
-            ),
-            "none": ("no threshold", "", "adaptive"),
-        }[self.recommendation]
-        moved = "" if self.regime == "stationary" else f" by a factor of {self.level_ratio:.3g}"
+        """Formats a summary and a table of methods."""
+        moved = f" by a factor of {self.level_ratio:.3g}" if self.regime != "stationary" else ""
         sizes = self.norms[self.is_spike]
         of_spikes = f", from {sizes.min():.3g} to {sizes.max():.3g}" if sizes.size else ""
-        found = (
+        lines = [
+            *(f"warning: {warning}" for warning in self.warnings),
             f"{len(self.norms)} norms, {self.num_nonfinite} of them non-finite, {self.num_zeros} "
             f"zero; {self.warmup_steps} of warm-up; the level is {self.regime}{moved}",
             f"typical norm {self.typical_norm:.3g}, most within a factor of "
             f"{math.exp(self.spread):.2f} of their level; spikes: {len(sizes)}{of_spikes}",
-        )
-        rows = [
-            Alternative(
-                f"clip_by_global_norm({self.threshold:g})", self.clipped_fraction, constant
-            ),
-            self.adaptive._replace(reason=f"{adaptive}, {self.adaptive.reason}"),
-            self.tuning_free,
         ]
-        if self.recommendation == "none":
-            rows = []
-        width = max((len(row.call) for row in rows), default=0)
-        return "\n".join(
-            (
-                title,
-                *(f"warning: {warning}" for warning in self.warnings),
-                *found,
-                *(f"  {call:<{width}}  clips {part:6.1%}  {why}" for call, part, why in rows),
-                *(f"note: {note}" for note in self.notes),
-            )
-        )
+        title, doubt = "no threshold", " (see warnings)" if self.warnings else ""
+        if self.recommendation != "none":
+            title = f"threshold {self.threshold:g}{doubt}"
+            constant, adaptive = "suggested", "adaptive"
+            if self.recommendation == "adaptive":
+                title = f"{self.adaptive.call}{doubt}, because the level changes{moved}"
+                constant, adaptive = "the best constant threshold", "suggested"
+            call = f"clip_by_global_norm({self.threshold:g})"
+            rows = [
+                Alternative(call, self.clipped_fraction, constant),
+                self.adaptive._replace(reason=f"{adaptive}, {self.adaptive.reason}"),
+                self.tuning_free,
+            ]
+            width = max(len(row.call) for row in rows)
+            lines += [f"  {call:<{width}}  clips {part:6.1%}  {why}" for call, part, why in rows]
+        return "\n".join([title, *lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all fields except the arrays as Python types, which can be converted to JSON."""
+        """Returns all fields except the arrays as Python types that JSON supports."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["norms"], fields["steps"], fields["is_spike"]
         return fields | {
@@ -184,10 +168,10 @@ class Suggestion:
         }
 
     def _replay(self, method: Method) -> float:
-        """Returns the fraction of used norms that a method clips."""
+        """Returns the fraction of norms that a method clips."""
         is_positive = np.isfinite(self.norms) & (self.norms > 0)
         last = self.norms[is_positive][-MAX_REPLAYED:]
-        # Division by the median prevents overflow and underflow in float32.
+        # Dividing by the median prevents overflow and underflow in float32.
         unit = float(np.median(last))
         # Padding with zeros to a power of two reduces the number of compiled programs.
         padded = np.zeros(max(1 << (len(last) - 1).bit_length(), 64), np.float32)
@@ -211,23 +195,23 @@ def _replay(gradients: Any, *, make: Callable[[], optax.GradientTransformation])
 
 @validate_call()
 def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggestion:
-    """Suggests a threshold that leaves ordinary gradients unchanged and clips spikes.
+    """Suggests a threshold that clips spikes and leaves typical gradients unchanged.
 
-    The level is a running median of the log norms with a window of a twelfth of the run. The scale
-    is a robust standard deviation around the level, which is computed from the median absolute
-    deviation. Spikes are norms that are at least 1.5 times their level and lie beyond the tail of
-    the remaining, ordinary norms. The threshold is 4.5 scales above the level, or above the 0.9
-    quantile of the level if the level changes. It is between 1.5 and 8 times the level, and at most
-    1.25 times the largest ordinary norm. If the level changes by a factor of about 4, an adaptive
-    method is recommended. If the run diverged or the norms were already clipped, no threshold is
-    suggested. Note that norms must be recorded before clipping, for example with
-    `optaxclip.monitor.record` as the first stage of a chain. You can use
-    `python -m benchmarks.suggesting` to measure how often suggestions are wrong.
+    Record the norms before clipping, for example with `optaxclip.monitor.record` as the first stage
+    of a chain. If the norms were already clipped or the run diverged, no threshold is suggested.
+
+    The level of the norms is a running median over a twelfth of the run. Their scale is a robust
+    standard deviation of the log norms around the level. Spikes are norms of at least 1.5 times
+    their level that are beyond the tail of typical norms. The threshold is 4.5 scales above the
+    level, or above the 0.9 quantile of the level if the level changes. It is between 1.5 and 8
+    times the level, and at most 1.25 times the largest typical norm. If the level changes by a
+    factor of more than about 4, an adaptive method is recommended. To measure how often suggestions
+    are wrong, run `python -m benchmarks.suggesting`.
 
     Args:
-      norms: The norms of the raw gradients in the order of the steps, float[n]. You can use
-        `optaxclip.monitor.history` or `optaxclip.tuning.read_log` to get them. Norms that are NaN,
-        infinite or zero are counted and then ignored.
+      norms: The norms of the raw gradients in the order of the steps, float[n], for example from
+        `optaxclip.monitor.history` or `optaxclip.tuning.read_log`. Norms that are NaN, infinite, or
+        zero are counted but not used.
       steps: The steps of the norms, int[n]. Defaults to the index if `norms` is a pandas Series,
         and otherwise to 0, 1, ...
 
@@ -236,7 +220,7 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
 
     Raises:
       ValueError: If the norms have more than one axis or are negative, if fewer than 10 of them are
-        finite and positive, or if the shape of the steps differs from that of the norms.
+        finite and positive, or if the steps have a different shape.
       TypeError: If the norms are not real numbers.
 
     Warns:
@@ -244,14 +228,11 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
 
     Example:
       >>> import numpy as np
-      >>> from optaxclip import tuning
       >>> norms = np.exp(0.2 * np.random.default_rng(0).normal(size=500))
       >>> norms[[100, 200, 300]] = 10.0, 50.0, np.nan
-      >>> suggestion = tuning.suggest(norms)
+      >>> suggestion = suggest(norms)
       >>> print(suggestion.spikes, suggestion.num_nonfinite, suggestion.regime)
       [100 200] 1 stationary
-      >>> print(suggestion)  # doctest: +ELLIPSIS
-      threshold ...
     """
     values = _check_norms(norms)
     if steps is None and hasattr(norms, "to_numpy"):
@@ -259,8 +240,7 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
     steps = np.arange(len(values)) if steps is None else np.asarray(steps)
     if steps.shape != values.shape or steps.dtype.kind not in "iu":
         raise ValueError(
-            f"steps must be integers of shape {values.shape}, got {steps.dtype} of shape "
-            f"{steps.shape}; pass one step per norm"
+            f"steps must be integers of shape {values.shape}, got {steps.dtype}{[*steps.shape]}"
         )
     # Zeros and non-finite norms have no logarithm, so they are excluded.
     (used,) = np.nonzero(np.isfinite(values) & (values > 0))
@@ -270,7 +250,7 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
     # [used] -> [n]
     is_spike = np.zeros(len(values), bool)
     is_spike[used[shape.warmup :]] = shape.spikes[shape.warmup :]
-    ordinary = logs[shape.warmup :][~shape.spikes[shape.warmup :]]
+    typical = logs[shape.warmup :][~shape.spikes[shape.warmup :]]
     reasons = (*_loss_reasons(values, logs, shape), *_clip_reasons(values[used]))
     few = f"there are only {len(used)} norms; record at least {ENOUGH_NORMS}"
     warnings = (*reasons, few) if len(used) < ENOUGH_NORMS else reasons
@@ -284,7 +264,7 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
         regime=shape.regime,
         level_ratio=math.exp(shape.ratio),
         warmup_steps=warmup,
-        typical_norm=math.exp(float(np.median(ordinary))),
+        typical_norm=math.exp(float(np.median(typical))),
         spread=shape.spread,
         warnings=warnings,
         notes=_notes(values, steps, shape, warmup, threshold),
@@ -310,15 +290,12 @@ def _check_norms(norms: HostArrayLike) -> Floats:
     if array.dtype == object or hasattr(norms, "_fields"):
         raise TypeError(
             f"norms must be an array of real numbers, got {short_repr(norms)} of type "
-            f"{type(norms).__name__}; pass optaxclip.monitor.history(state) for a state with "
-            "monitor.record"
+            f"{type(norms).__name__}; pass optaxclip.monitor.history(state) for a state"
         )
     if array.dtype.kind not in "fiu" and array.dtype != jnp.bfloat16:
-        raise TypeError(f"norms must be real numbers, got the dtype {array.dtype}")
+        raise TypeError(f"norms must be real numbers, got dtype {array.dtype}")
     if array.ndim != 1:
-        raise ValueError(
-            f"norms must have one axis, got shape {array.shape}; pass the norms of a single run"
-        )
+        raise ValueError(f"norms must have one axis, got shape {array.shape}; pass one run")
     values = array.astype(np.float64)
     negative = np.flatnonzero(values < 0)
     if negative.size:
@@ -327,16 +304,16 @@ def _check_norms(norms: HostArrayLike) -> Floats:
     num_used = int(np.sum(np.isfinite(values) & (values > 0)))
     if num_used < MIN_NORMS:
         raise ValueError(
-            f"norms must contain at least {MIN_NORMS} finite positive numbers, got {num_used} of "
-            f"{len(values)} and {np.sum(values == 0)} zeros; record more steps before clipping"
+            f"norms must contain at least {MIN_NORMS} finite positive numbers, got {num_used} out "
+            f"of {len(values)} ({np.sum(values == 0)} are zero); record more steps before clipping"
         )
     return values
 
 
 def _loss_reasons(norms: Floats, logs: Floats, shape: Shape) -> tuple[str, ...]:
-    """Returns reasons why the run probably diverged."""
+    """Returns the reasons why the run probably diverged."""
     reasons = []
-    # Medians of five norms are not affected by isolated spikes.
+    # Isolated spikes do not affect medians of five norms.
     near = running_median(logs, 5)  # f64[used]
     start = float(np.median(near[: max(len(near) // 20, 5)]))
     peak = int(np.argmax(near))
@@ -363,7 +340,7 @@ def _clip_reasons(norms: Floats) -> tuple[str, ...]:
     """Returns the reason why the norms, float64[n], had probably already been clipped."""
     largest = norms.max()
     pile = int(np.sum(norms >= 0.999 * largest))
-    # Coarsely rounded norms are often equal too, but not mainly to the largest norm.
+    # Coarsely rounded norms are also often equal, but not mainly to the largest norm.
     _, counts = np.unique(np.round(norms[norms < 0.999 * largest] / largest, 3), return_counts=True)
     next_pile = counts.max(initial=0)
     if pile < max(PILE_FRACTION * len(norms), 3) or pile < PILE_RATIO * next_pile:
@@ -383,7 +360,7 @@ def _notes(
         notes.append(f"{zeros} norms are zero ({zeros / n:.1%}) and ignored")
     if not np.isfinite(norms).all():
         notes.append("clipping cannot fix non-finite gradients; use optaxclip.skip_nonfinite")
-    # Use the median, because steps may be missing after a restart.
+    # Uses the median, because steps may be missing after a restart.
     every = round(float(np.median(np.diff(steps))))
     if every > 1:
         notes.append(f"the log has one of {every} steps and can miss spikes")
@@ -393,7 +370,7 @@ def _notes(
         notes.append(f"the level {verb} by a factor of {math.exp(turns[verb]):.3g}")
     if math.isnan(threshold):
         return tuple(notes)
-    # Norms are often larger at the start, where a threshold from the whole run may be too low.
+    # Norms are often larger at the start, so a threshold from the whole run may be too low there.
     start = norms[: max(warmup, round(START_FRACTION * n), 5)]
     start = start[np.isfinite(start) & (start > 0)]
     at_start = float(np.mean(start > threshold)) if start.size else 0.0

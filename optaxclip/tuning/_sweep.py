@@ -1,4 +1,4 @@
-"""Trains with many thresholds in one compiled program."""
+"""Trains with several thresholds in one compiled program."""
 
 import dataclasses
 import math
@@ -27,15 +27,14 @@ class SweepResult:
     Attributes:
       thresholds: float32[thresholds], in ascending order.
       loss: float32[thresholds, steps], the losses that the step function returned.
-      norm: float32[thresholds, steps], the raw global norms.
+      norm: float32[thresholds, steps], the global norms before clipping.
       clipped_fraction: float32[thresholds, steps], the fractions of groups above the threshold.
-      final_loss: float32[thresholds], the mean loss over the last tenth of the steps. It is
-        infinite if the run diverged.
+      final_loss: float32[thresholds], the mean loss over the last tenth of the steps, or infinity
+        if the run diverged.
       diverged: bool[thresholds], True if the final loss is non-finite or above the first finite
         loss.
-      loss_noise: float[thresholds], the noise of the final loss. It is NaN if all runs diverged.
-      threshold: The largest threshold with a final loss within noise of the lowest final loss. It
-        is NaN if all runs diverged.
+      loss_noise: float[thresholds], the noise of the final loss, or NaN if all runs diverged.
+      threshold: The suggested threshold, or NaN if all runs diverged.
     """
 
     thresholds: Numbers
@@ -77,48 +76,44 @@ def sweep(
     key: HostArrayLike,
     data: PyTree,
 ) -> SweepResult:
-    """Trains the same model with many thresholds and suggests the best threshold.
+    """Trains the same model with several thresholds and suggests the best threshold.
 
-    All runs use the same initial parameters and batches in one compiled program, which is a `scan`
-    over the steps under `vmap` over the thresholds. The suggested threshold is the largest
-    threshold with a final loss within noise of the lowest final loss. The noise is the standard
-    deviation of the difference from the best run over the last tenth of the steps. However, it is
-    at most the standard deviation of the best run, because differences from an unstable run are
-    very noisy.
+    All runs use the same initial state and batches, and run together in one compiled program. The
+    suggested threshold is the largest one with a final loss within noise of the lowest final loss.
+    The noise is the standard deviation of the difference from the best run over the last tenth of
+    the steps. However, it is at most the standard deviation of the best run, because differences
+    from an unstable run are very noisy.
 
     Args:
       init_fn: A function `init_fn(key) -> state`. The state is a pytree of arrays, such as the
         parameters and the optimizer state.
       step_fn: A function `step_fn(state, batch, threshold) -> (state, loss, norm)` for one training
-        step. The threshold is a traced float32[], and `loss` must be a float[]. `norm` contains the
-        raw norms that the threshold is used for, float[] or float[groups].
+        step. The threshold is a traced float32[], and the loss is a float[]. `norm` is the norm
+        before clipping, float[], or the norms of groups, float[groups].
       thresholds: float[thresholds], positive. All runs must fit into memory together.
       steps: The number of steps of a run.
       key: A PRNG key, or an int to make a key.
-      data: The batches, a pytree of arrays `[steps, ...]`, which can also have more steps.
+      data: The batches, a pytree of arrays `[steps, ...]`. The first axis can be longer.
 
     Returns:
       A `SweepResult`.
 
     Raises:
-      ValueError: If the thresholds are not positive or do not have one axis, if `steps` is below 1,
-        or if `data` contains no arrays or fewer steps.
-      TypeError: If `step_fn` does not return a state with the types of its argument, a loss and a
-        norm, if `key` is not a key, or if `steps` is not an int.
+      ValueError: If the thresholds are not positive or do not have one axis, if `steps` is less
+        than 1, or if `data` contains no arrays or fewer steps.
+      TypeError: If `step_fn` does not return a state with the types of its argument, a loss, and a
+        norm, or if another argument has the wrong type.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from optaxclip import ops, tuning
-      >>> def init_fn(key):
-      ...     return jax.random.normal(key, (3,))
+      >>> from optaxclip import ops
       >>> def step_fn(params, target, threshold):
       ...     loss, grads = jax.value_and_grad(lambda p: jnp.sum((p - target) ** 2))(params)
       ...     grads, norm = ops.clip_by_global_norm(grads, threshold)
       ...     return params - 0.1 * grads, loss, norm
-      >>> key, data = jax.random.key(0), jnp.ones((40, 3))
-      >>> result = tuning.sweep(init_fn, step_fn, [0.01, 1.0, 100.0], 40, key=key, data=data)
+      >>> result = sweep(jax.random.normal, step_fn, [0.01, 1.0, 9.0], 40, key=0, data=jnp.ones(40))
       >>> print(result.threshold, result.diverged)
-      100.0 [False False False]
+      9.0 [False False False]
     """
     values = np.asarray(thresholds, np.float32)
     if values.ndim != 1 or not values.size or not (values > 0).all():
@@ -157,15 +152,12 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
     if not shapes:
         raise ValueError(
-            f"data must contain an array with one batch per step, got {short_repr(data)}; pass "
+            f"data must contain an array with one batch per step, got {short_repr(data)}; use "
             f"np.arange({steps}) if the steps need no data"
         )
-    short_ones = [shape for shape in shapes if not shape or shape[0] < steps]
-    if short_ones:
-        raise ValueError(
-            f"data must have a first axis of at least {steps} steps, got a leaf of shape "
-            f"{short_ones[0]}"
-        )
+    for shape in shapes:
+        if not shape or shape[0] < steps:
+            raise ValueError(f"data must have at least {steps} steps, got a leaf of shape {shape}")
     return jax.tree.map(lambda x: jnp.asarray(x[:steps]), data)
 
 
@@ -173,10 +165,7 @@ def _check_step(step_fn: StepFn, state: PyTree, batch: PyTree) -> None:
     out = jax.eval_shape(step_fn, state, batch, jnp.float32(1.0))
     if not (isinstance(out, tuple) and len(out) == 3):
         got = f"{len(out)} values" if isinstance(out, tuple) else f"one {type(out).__name__}"
-        raise TypeError(
-            f"step_fn must return three values (state, loss, norm), got {got}; return the norm "
-            "before clipping too"
-        )
+        raise TypeError(f"step_fn must return three values (state, loss, norm), got {got}")
     before, (after, loss, norm) = jax.eval_shape(lambda state: state, state), out
     # The text contains the structure, the shapes and the dtypes.
     if str(before) != str(after):

@@ -314,12 +314,12 @@ def fit(counts, dtype=jnp.float16, **options):
     return monitor.dtype_fit(tx.update(x, tx.init(x))[1], dtype, **options)
 
 
-def test_format_fit_allows_exactly_the_share():
+def test_dtype_fit_allows_exactly_the_share():
     counts = {2.0**-40: 1, 2.0**-10: 3}
     assert fit(counts, max_lost_fraction=0.25).lowest < fit(counts, max_lost_fraction=0.2).lowest
 
 
-def test_format_fit_needs_no_scale_at_ends():
+def test_dtype_fit_needs_no_scale_at_ends():
     least = {2.0**-24: 1}
     assert (fit(least).lowest, fit(least).loss_scale) == (1, 1)
     most = {2.0**15: 1, 2.0**-20: 1}
@@ -327,7 +327,7 @@ def test_format_fit_needs_no_scale_at_ends():
 
 
 @pytest.mark.parametrize("dtype", [np.float64, float, "float64"])
-def test_format_fit_of_float64_needs_no_scale(dtype):
+def test_dtype_fit_of_float64_needs_no_scale(dtype):
     assert fit({2.0**-140: 1, 1e30: 1}, dtype).loss_scale == 1
 
 
@@ -342,7 +342,7 @@ def test_format_fit_of_float64_needs_no_scale(dtype):
         (jnp.float8_e8m0fnu, ValueError, "dtype must be a format with a sign and 0"),
     ],
 )
-def test_format_fit_refuses_other_types(dtype, error, message):
+def test_dtype_fit_refuses_other_types(dtype, error, message):
     with pytest.raises(error, match=message):
         fit({1.0: 1}, dtype)
     found = histograms_of({"x": jnp.ones(2)})["x"]

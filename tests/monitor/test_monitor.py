@@ -140,13 +140,13 @@ def test_loss_scale_requires_single_outer_state():
         (tree_clip().init(GRADS), "0 in"),
         ((state,) * 2, "2 in"),
     ):
-        with pytest.raises(ValueError, match=f"one state of scale_loss, got {found}"):
+        with pytest.raises(ValueError, match=f"exactly one scale_loss state, got {found}"):
             monitor.loss_scale(states)
 
 
 def test_history_names_raises_if_names_got_lost():
     lost = serialization.to_state_dict(monitor.record(scope=scopes.leaf()).init(GRADS))
-    with pytest.raises(ValueError, match="the record must contain names, got a state without them"):
+    with pytest.raises(ValueError, match="the record must contain names, got none"):
         monitor.history_names(lost)
 
 

@@ -135,7 +135,7 @@ def test_since_rejects_donated_states():
         for each in (gone, gone._replace(steps=jnp.int32(1))):  # or if only some are deleted
             with pytest.raises(
                 ValueError,
-                match=r"since must contain usable arrays, got .* donated.*compute monitor\.co",
+                match=r"since must not contain donated arrays, got .* donated.*use monitor\.co",
             ):
                 function(state, since=each)
 

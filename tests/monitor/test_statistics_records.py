@@ -29,7 +29,7 @@ def after(tx, *steps):
 def test_param_statistics_require_params():
     tx = monitor.record(3, stats=("norm", "cosine_param", "ratio"), name="mine")
     needed = re.escape(
-        "mine: params must be passed to the update for the statistics ['cosine_param', 'ratio']"
+        "mine: params must be passed to update for the statistics ['cosine_param', 'ratio']"
     )
     with pytest.raises(ValueError, match=f"^{needed}"):
         tx.update(GRADS, tx.init(PARAMS))
@@ -44,7 +44,7 @@ def test_param_statistics_require_params():
 
 def test_record_rejects_state_of_other_record():
     state = monitor.record(3, stats="max").init(PARAMS)
-    said = re.escape("must contain the statistics ['norm'], got ['max']; if the state is from")
+    said = re.escape("must contain the statistics ['norm'], got ['max']; pass a new state for")
     with pytest.raises(ValueError, match=f"^record: .*{said}"):
         monitor.record(3).update(GRADS, state)
 

@@ -118,7 +118,7 @@ def test_bad_leaves_names_nonfinite_groups():
         assert monitor.bad_leaves(state) == chains[name][1], name
     with pytest.raises(
         ValueError,
-        match=r"must contain a skip or a clip of leaves, got neither; wrap the optimizer",
+        match=r"must contain a skip wrapper or a stage that clips leaves, got neither; wrap",
     ):
         monitor.bad_leaves(optaxclip.clip_by_global_norm(1.0).init(bad))
     probe = optax.chain(optaxclip.clip_by_norm(np.inf), optaxclip.clip_by_global_norm(1.0))
@@ -197,7 +197,7 @@ def test_step_status_errors_explain_remedy():
     of_tree = optaxclip.clip_by_global_norm(1.0).init(GRADS)
     with pytest.raises(
         ValueError,
-        match=r"must contain a skip or a clip of leaves, got neither; wrap the optimizer",
+        match=r"must contain a skip wrapper or a stage that clips leaves, got neither; wrap",
     ):
         monitor.bad_leaves(of_tree)
     assert monitor.bad_leaves((of_tree, state)) == ()
@@ -206,7 +206,7 @@ def test_step_status_errors_explain_remedy():
             jax.jit(lambda state, function=function: function(state) and 0)(state)
     with pytest.raises(
         ValueError,
-        match=r"must contain a skip, got none; wrap the optimizer in skip_nonfinite",
+        match=r"must contain a skip wrapper, got none; wrap the optimizer in skip_nonfinite",
     ):
         monitor.step_status(of_tree)
     for wrong in (0, -1, 1.5, "a"):

@@ -184,13 +184,13 @@ def test_suggestion_agrees_with_its_text():
         (
             np.ones((4, 90)),
             ValueError,
-            r"one axis, got shape \(4, 90\); pass the norms of a single run",
+            r"one axis, got shape \(4, 90\); pass one run",
         ),
         ([1.0, -2.0], ValueError, "must not be negative, got -2 at index 1"),
         (
             np.zeros(50),
             ValueError,
-            "at least 10 finite positive numbers, got 0 of 50 and 50 zeros",
+            r"at least 10 finite positive numbers, got 0 out of 50 \(50 are zero\)",
         ),
         (["a"], TypeError, "must be real numbers"),
         ({"a": 1}, TypeError, "must be an array of real numbers"),
