@@ -60,10 +60,10 @@ TYPE_ERRORS = {
     "loss_fn must be a function, got 3": lambda: made(3),
     "weight must be a function, got 2.0": lambda: made(weight=2.0),
     "reject_rule must be the result of zscore": lambda: made(reject_rule=thresholds.zscore),
-    "reject_rule must be one rule": lambda: made(reject_rule={"w": 1.0}),
+    "reject_rule must be a rule for the global norm, got": lambda: made(reject_rule={"w": 1.0}),
     "reject_rule must be .* function zclip": lambda: made(reject_rule=optaxclip.zclip),
     "clip must be a number": lambda: made(clip="norm"),
-    "clip must be a transformation or one threshold": lambda: made(clip={"w": 1.0}),
+    "clip must be a transformation or a threshold": lambda: made(clip={"w": 1.0}),
     r"clip must be the result of .* as in optaxclip\.zclip": lambda: made(clip=optaxclip.zclip),
     r"clip .* call it, as in optaxclip\.clip_by\(\)": lambda: made(clip=optaxclip.clip_by),
     "clip must be the result of ema": lambda: made(clip=thresholds.ema),
@@ -78,16 +78,18 @@ TYPE_ERRORS = {
         W, X, has_aux=True
     ),
     "pass has_aux=True": lambda: called(W, X, loss_fn=lambda w, x: (loss_fn(w, x), 1)),
-    r"weight must accept the batch arguments, got the error .* weight\(tok": lambda: weighted(
+    r"weight must accept the 2 batch arguments, got the error .* weight\(tok": lambda: weighted(
         lambda x: x.sum()
     ),
-    r"must accept the batch .* for 2 of them; use for example weight\(tok": lambda: weighted(
+    r"must accept the 2 batch arguments, .*; for example, use weight\(tok": lambda: weighted(
         lambda *, mask: mask.sum()
     ),
-    r"must accept the batch .* for 1 of them; use .* weight\(tok": lambda: weighted(
+    r"must accept the 1 batch arguments, .* use weight\(tok": lambda: weighted(
         lambda x, y: x.sum() + y.sum(), 1
     ),
-    r"weight must accept the batch arguments, .* for 2 of them; use": lambda: weighted(lambda: 1.0),
+    r"weight must accept the 2 batch arguments, .*; for example, use": lambda: weighted(
+        lambda: 1.0
+    ),
     "^threshold must be a number or scalar array, got <function .* "
     "per_example_clip_and_aggregate": lambda: clip_sum(lambda count: 1.0),
     r"^threshold must be a number or scalar array, got "
@@ -168,8 +170,8 @@ VALUE_ERRORS = {
     "reject_rule must be 'nonfinite', None or a rule": lambda: made(reject_rule="nan"),
     "reject_rule must not be negative": lambda: made(reject_rule=-1.0),
     "clip must not be negative": lambda: made(clip=-1.0),
-    "dtype must be float32 or wider.* got bfloat16": lambda: made(dtype=jnp.bfloat16),
-    "dtype must be float32 or wider.* got int32": lambda: made(dtype=jnp.int32),
+    "dtype must be float32 or wider, got bfloat16": lambda: made(dtype=jnp.bfloat16),
+    "dtype must be float32 or wider, got int32": lambda: made(dtype=jnp.int32),
     "clip and reject_rule must be None .*, got None and 'nonfinite'": lambda: made(
         compute_norms=False
     ),
@@ -187,20 +189,20 @@ VALUE_ERRORS = {
     r"argnums \(0,\), at least one, got \(\) of 1 arguments": lambda: called(
         W, loss_fn=lambda w: w[0], batch_argnums=None
     ),
-    r"must be of type AccumulateState, got .*; pass accumulated\.state of the previous": lambda: (
+    r"must be of type AccumulateState, got .*; pass the previous accumulated\.state": lambda: (
         called(W, X, state=3)
     ),
-    "above 0, got -1.0": lambda: called(W, X, weight=lambda x: -1.0),
-    "above 0, got 0 for all": lambda: called(W, X, weight=lambda x: 0),
-    "above 0, got nan": lambda: called(W, X, weight=lambda x: np.nan),
-    r"scalar.*\(2,\).*; sum the weights": lambda: called(W, X, weight=lambda x: x[:, 0]),
+    "weight must be positive, got -1.0": lambda: called(W, X, weight=lambda x: -1.0),
+    "weight must be positive, got 0 for all": lambda: called(W, X, weight=lambda x: 0),
+    "weight must be positive, got nan": lambda: called(W, X, weight=lambda x: np.nan),
+    r"scalar.*\(2,\).*; sum over": lambda: called(W, X, weight=lambda x: x[:, 0]),
     r"loss_fn must return a scalar, the mean.*shape \(2,\)": lambda: called(
         W, X, loss_fn=lambda w, x: x @ w
     ),
-    "clip must return a tree with the structure": lambda: called(
+    "clip must preserve the structure": lambda: called(
         W, X, clip=optax.stateless(lambda updates, _: {"w": updates})
     ),
-    "clip must return a tree .* and the floating-point leaves of the grad": lambda: called(
+    "clip must preserve the .* and the floating-point leaves of the grad": lambda: called(
         {"v": W, "w": W}, X, loss_fn=lambda p, x: loss_fn(p["v"] + p["w"], x), clip=to_ints("w")
     ),
     "axis_name must be a mapped axis, got 'i'": lambda: called(W, X, axis_name="i"),
