@@ -125,16 +125,24 @@ TYPE_ERRORS = {
     "argnums must be an int or a sequence of ints, got .0.5": lambda: grads_of(dot, argnums=(0.5,)),
     "argnums must be an int or a sequence of ints": lambda: grads_of(dot, argnums="w"),
     "^microbatch_size must be an int": lambda: grads_of(dot, microbatch_size=1.5),
-    "key must be one key .* got 'seed'": lambda: AGGREGATE(1.0, 1.0, "seed"),
-    "key must be one key .* got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),
-    r"key must be one key .* got Array\(\(2,\)": lambda: AGGREGATE(1.0, 1.0, KEYS),
-    r"key must be one key .* got Array\(3\.": lambda: AGGREGATE(1.0, 1.0, jnp.float32(3)),
-    r"key must be one key .* Array\(\[1\., 1\.\]": lambda: AGGREGATE(1.0, 1.0, jnp.ones(2)),
-    r"key must be one key .* Array\(\[\[0, 3\]\]": lambda: AGGREGATE(
+    "key must be one key from jax.random or an int, got 'seed'": lambda: AGGREGATE(
+        1.0, 1.0, "seed"
+    ),
+    "key must be one key from jax.random or an int, got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),
+    r"key must be one key from jax.random or an int, got Array\(\(2,\)": lambda: AGGREGATE(
+        1.0, 1.0, KEYS
+    ),
+    r"key must be one key from jax.random or an int, got Array\(3\.": lambda: AGGREGATE(
+        1.0, 1.0, jnp.float32(3)
+    ),
+    r"key must be one key from jax.random or an int, got Array\(\[1\., 1\.\]": lambda: AGGREGATE(
+        1.0, 1.0, jnp.ones(2)
+    ),
+    r"key must be one key from jax.random or an int, got Array\(\[\[0, 3\]\]": lambda: AGGREGATE(
         1.0, 1.0, jnp.uint32([[0, 3]])
     ),
     "batch_size .* of type str": lambda: AGGREGATE(1.0, 0.0, batch_size="a"),
-    "key must be one key .* got True": lambda: AGGREGATE(1.0, 1.0, True),
+    "key must be one key from jax.random or an int, got True": lambda: AGGREGATE(1.0, 1.0, True),
     "noise_multiplier must be .* got '1'": lambda: noisy(noise="1"),
     "key must be one key from jax.random that is new .*0": lambda: noisy(key=0),
     "result must be the PerExampleResult .* got Array": lambda: per_example.noisy_mean(
@@ -192,9 +200,9 @@ VALUE_ERRORS = {
     r"must be of type AccumulateState, got .*; pass the previous accumulated\.state": lambda: (
         called(W, X, state=3)
     ),
-    "weight must be positive, got -1.0": lambda: called(W, X, weight=lambda x: -1.0),
-    "weight must be positive, got 0 for all": lambda: called(W, X, weight=lambda x: 0),
-    "weight must be positive, got nan": lambda: called(W, X, weight=lambda x: np.nan),
+    "weight must return a positive number, got -1.0": lambda: called(W, X, weight=lambda x: -1.0),
+    "weight must return a positive number, got 0": lambda: called(W, X, weight=lambda x: 0),
+    "weight must return a positive number, got nan": lambda: called(W, X, weight=lambda x: np.nan),
     r"scalar.*\(2,\).*; sum over": lambda: called(W, X, weight=lambda x: x[:, 0]),
     r"loss_fn must return a scalar, the mean.*shape \(2,\)": lambda: called(
         W, X, loss_fn=lambda w, x: x @ w
@@ -217,7 +225,9 @@ VALUE_ERRORS = {
         dot, batch_argnums=0
     ),
     "batch_size must be from 1 .* got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
-    "key must be given for noise": lambda: AGGREGATE(1.0, 1.0),
+    "key must be a key from jax.random or an int, got None; pass a key": lambda: AGGREGATE(
+        1.0, 1.0
+    ),
     "noise_multiplier must not be negative": lambda: AGGREGATE(1.0, -1.0),
     "threshold must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
     "reduction must be one of": lambda: AGGREGATE(1.0, 0.0, reduction="median"),
@@ -231,7 +241,9 @@ VALUE_ERRORS = {
     "key must be given for a count_noise": lambda: jax.jit(
         lambda x: quantile_threshold(count_noise=x).update(x, 3, 4, batch_size=4)
     )(1.0),
-    "^key must be given for noise": lambda: AGGREGATE(quantile_threshold(count_noise=1.0), 0.0),
+    "^key must be a key .* got None; pass a key, or set noise_multiplier=0": lambda: AGGREGATE(
+        quantile_threshold(count_noise=1.0), 0.0
+    ),
     "^noise_multiplier must": lambda: noisy(noise=-1.0),
     "^noise_multiplier must not be": lambda: noisy(noise=np.nan),
     "noise_multiplier must be finite for noise": lambda: noisy(noise=np.inf),

@@ -154,7 +154,7 @@ class MicrobatchLoss:
             return jnp.where(weight >= 0, weight.astype(self.dtype), jnp.nan)
         # A weight that is not traced is the same for all microbatches.
         if not weight > 0:
-            raise ValueError(f"weight must be positive, got {weight!r} for all microbatches")
+            raise ValueError(f"weight must return a positive number, got {weight!r}")
         return np.asarray(weight, self.dtype)
 
 

@@ -1,9 +1,8 @@
 """Per-example clipping, the basis of private training (DP-SGD).
 
-The examples of a batch are clipped by any scope and response, and the results are summed.
-`clip_sum` accepts gradients with a leading example axis. `clipped_grad` computes these gradients in
-microbatches, or avoids them with `method="ghost"`. `per_example_clip_and_aggregate` is the first
-stage of an Optax chain. `grad_norms` computes the norms of the gradients of all examples.
+`clip_sum` clips gradients with a leading example axis and sums them. `clipped_grad` computes these
+gradients in microbatches, or avoids them with `method="ghost"`. `per_example_clip_and_aggregate` is
+the first stage of an Optax chain. `grad_norms` computes the gradient norms of all examples.
 `noisy_mean` computes a private gradient from a sum.
 
   from optaxclip import per_example, scopes
@@ -13,8 +12,8 @@ stage of an Optax chain. `grad_norms` computes the norms of the gradients of all
   per_example.clip_sum(grads, 1.0, response="auto_s")                   # Bu et al., 2022
 
 The contribution of an example never exceeds the threshold. The privacy of a run depends on the
-noise multiplier, the fraction of the data in a batch, and the number of steps. You can use an
-accountant such as `dp_accounting` to compute it::
+noise multiplier, the fraction of the data in a batch, and the number of steps. You can compute it
+with an accountant such as `dp_accounting`::
 
   import dp_accounting
   from dp_accounting import pld
@@ -25,8 +24,8 @@ accountant such as `dp_accounting` to compute it::
       accountant = pld.PLDAccountant().compose(step, steps)
       return accountant.get_epsilon(delta)
 
-The result is correct if examples are included in batches independently with that probability. It
-is wrong for shuffled data. Pad batches of varying size to one shape, and mark the padding with
+The result is correct if batches include examples independently with that probability. It is wrong
+for shuffled data. Pad batches of varying size to a fixed shape, and mark the padding with
 `is_padding`.
 """
 
