@@ -93,7 +93,7 @@ TYPE_ERRORS = {
     "^threshold must be a number or scalar array, got <function .* "
     "per_example_clip_and_aggregate": lambda: clip_sum(lambda count: 1.0),
     r"^threshold must be a number or scalar array, got "
-    r"QuantileThreshold\(.* its threshold at this step": lambda: per_example.clipped_grad(
+    r"QuantileThreshold\(.* the threshold of this step": lambda: per_example.clipped_grad(
         dot, per_example.quantile_threshold()
     ),
     r"^threshold\['a'\] must be a number or scalar array, got <function": lambda: clip_sum(
@@ -253,9 +253,9 @@ VALUE_ERRORS = {
     "relation must be one of": lambda: noisy(relation="neighbours"),
     "result.bound must be the maximum norm": lambda: noisy(bound=None),
     "result.bound must be finite for noise, got inf": lambda: noisy(bound=np.inf),
-    r"params must be given for thresholds by name.* pass params=": lambda: per_example.clipped_grad(
-        dot, {"all": 2.0}
-    ).sensitivity(),
+    r"params must be set if threshold is a dict, got None; pass params=": lambda: (
+        per_example.clipped_grad(dot, {"all": 2.0}).sensitivity()
+    ),
     r"relation must be one of \['add_or_remove_one', .* got 'replace'": lambda: (
         per_example.clipped_grad(dot, 1.0).sensitivity("replace")
     ),
@@ -263,7 +263,7 @@ VALUE_ERRORS = {
         dot, 1.0
     ).sensitivity(None),
     "split must be one of": lambda: clip_sum(1.0, split="even"),
-    r"is_padding must have one element per example, shape \(2,\), got \(3,\)": lambda: clip_sum(
+    r"is_padding must have shape \(2,\), got \(3,\)": lambda: clip_sum(
         1.0, is_padding=jnp.zeros(3, bool)
     ),
     "^microbatch_size must be an int of at least 1, got 0": lambda: grads_of(
