@@ -144,7 +144,7 @@ TYPE_ERRORS = {
     "batch_size .* of type str": lambda: AGGREGATE(1.0, 0.0, batch_size="a"),
     "key must be one key from jax.random or an int, got True": lambda: AGGREGATE(1.0, 1.0, True),
     "noise_multiplier must be .* got '1'": lambda: noisy(noise="1"),
-    "key must be one key from jax.random that is new .*0": lambda: noisy(key=0),
+    "key must be one key from jax.random, got 0.*; use a new key": lambda: noisy(key=0),
     "result must be the PerExampleResult .* got Array": lambda: per_example.noisy_mean(
         X, 1.0, KEYS[0], 4
     ),
@@ -157,7 +157,7 @@ TYPE_ERRORS = {
     "is_padding must be bool": lambda: clip_sum(1.0, is_padding=jnp.zeros(2)),
 }
 VALUE_ERRORS = {
-    "keys of examples must be of a type .* got 'rbg'.* impl='threefry2x32'": lambda: (
+    "keys of examples must have a type .* got 'rbg', .* impl='threefry2x32'": lambda: (
         per_example.clipped_grad(lambda w, key: w * jax.random.uniform(key), 1.0)(
             1.0, jax.random.split(jax.random.key(0, impl="rbg"))
         )
@@ -232,13 +232,13 @@ VALUE_ERRORS = {
     "threshold must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
     "reduction must be one of": lambda: AGGREGATE(1.0, 0.0, reduction="median"),
     "state must be of type PerExampleState": lambda: AGGREGATE(1.0, 0.0).update(X, ()),
-    r"noise_multiplier must be below 2 \* count_noise": lambda: AGGREGATE(
+    r"noise_multiplier must be less than 2 \* count_noise": lambda: AGGREGATE(
         quantile_threshold(count_noise=0.5), 1.0, key=0
     ),
-    "^key must be given for a count_noise": lambda: quantile_threshold(count_noise=1.0).update(
-        W[0], 3, 4, batch_size=4
-    ),
-    "key must be given for a count_noise": lambda: jax.jit(
+    "^key must be set if count_noise is 1.0, got None": lambda: quantile_threshold(
+        count_noise=1.0
+    ).update(W[0], 3, 4, batch_size=4),
+    "key must be set if count_noise is .*, got None": lambda: jax.jit(
         lambda x: quantile_threshold(count_noise=x).update(x, 3, 4, batch_size=4)
     )(1.0),
     "^key must be a key .* got None; pass a key, or set noise_multiplier=0": lambda: AGGREGATE(
@@ -249,9 +249,9 @@ VALUE_ERRORS = {
     "noise_multiplier must be finite for noise": lambda: noisy(noise=np.inf),
     "batch_size must .* got 0": lambda: noisy(size=0),
     "batch_size must .* got nan": lambda: noisy(size=np.nan),
-    "key must be one key from jax.random that is new .*None": lambda: noisy(key=None),
+    "key must be one key from jax.random, got None; use a new key": lambda: noisy(key=None),
     "relation must be one of": lambda: noisy(relation="neighbours"),
-    "result.bound must be the maximum norm": lambda: noisy(bound=None),
+    "result.bound must be set for noise, got None": lambda: noisy(bound=None),
     "result.bound must be finite for noise, got inf": lambda: noisy(bound=np.inf),
     r"params must be set if threshold is a dict, got None; pass params=": lambda: (
         per_example.clipped_grad(dot, {"all": 2.0}).sensitivity()

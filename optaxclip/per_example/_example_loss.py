@@ -1,7 +1,7 @@
 """The loss of one example, its program, and the sums over the microbatches of a batch.
 
-`ExampleLoss` calls the loss of the user and traces its program. The functions after it check this
-program for operations in which `vmap` mixes examples. `scan_microbatches` adds up the results.
+`ExampleLoss` calls the user's loss and traces its program. Other functions check whether `vmap`
+mixes examples in this program, and sum the results of microbatches.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ from optaxclip._loss_arguments import (
 from optaxclip.per_example._batched_clip import ClippedSums, sum_dtype
 
 _HINT = (
-    "use specs=PartitionSpec() if all parameters are on all devices and types do not show this, or "
-    "clip under jit on an explicit mesh (jax.make_mesh), which computes the norms over all devices"
+    "use specs=PartitionSpec() if parameters are replicated but types do not show this, or clip "
+    "under jit on an explicit mesh (jax.make_mesh)"
 )
 
 _SCALAR_LOSS = "the loss of one example, which has no example axis"
@@ -91,11 +91,10 @@ class ExampleLoss:
         collectives = meshes.manual_axes() and meshes.collective_primitives(program)
         if collectives:
             raise ValueError(
-                "loss_fn must depend on one example, but exchanges data between devices, by "
-                f"{', '.join(sorted(collectives))}. The threshold would not bound the contribution "
-                "of an example; use axis_name=None for a BatchNorm"
+                "loss_fn must depend on one example, but exchanges data between devices, using "
+                f"{', '.join(sorted(collectives))}; set axis_name=None for a BatchNorm"
             )
-        # The inputs are the parameters, then the example.
+        # The inputs are the parameters, followed by the example.
         flags = [i >= len(measured) for i in range(len(program.jaxpr.invars))]
         _check_random_bits(program.jaxpr, flags)
         return program, output
@@ -112,10 +111,9 @@ def _warn_of_batch_statistics(aux: PyTree) -> None:
         name = jax.tree_util.keystr(path)
         if is_nnx_statistic(leaf) or re.search("batch_stats|batch_norm.*_ema", name):
             warn(
-                f"loss_fn returns running statistics of a BatchNorm, {name}. The output of a "
-                "BatchNorm for a batch of one example is its bias, so the model would learn a "
-                "constant. Use GroupNorm or LayerNorm instead, or keep the statistics fixed "
-                "(use_running_average=True)"
+                f"loss_fn returns running statistics of a BatchNorm, {name}. The output for a "
+                "single example is its bias, so the model would learn a constant. Use GroupNorm or "
+                "LayerNorm, or keep the statistics fixed (use_running_average=True)"
             )
             return
 
@@ -123,8 +121,7 @@ def _warn_of_batch_statistics(aux: PyTree) -> None:
 _MIXING = frozenset({"conv_general_dilated", "custom_vjp_call"})
 """Operations that may multiply elements of an example by zeros from the rest of the batch.
 
-XLA does so in convolutions (as of JAX 0.10.2). The backward pass of a `custom_vjp` is not in the
-program.
+XLA does so in convolutions (as of JAX 0.10.2), and a `custom_vjp` hides its backward pass.
 """
 
 _RBG = {"key<rbg>": {"random_bits"}, "key<urbg>": {"random_bits", "random_split", "random_fold_in"}}
@@ -133,7 +130,7 @@ _RBG = {"key<rbg>": {"random_bits"}, "key<urbg>": {"random_bits", "random_split"
 
 def mixes_examples(program: Any) -> bool:
     """Returns `True` if a non-finite example may affect the gradients of all examples."""
-    # Products with zeros can do this, because `0 * nan` is NaN.
+    # Products with zeros can do this because `0 * nan` is NaN.
     return any(
         eqn.primitive.name in _MIXING or any(map(mixes_examples, _inner_programs(eqn)))
         for eqn in program.eqns
@@ -148,7 +145,7 @@ def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
     dependent = {v for v, flag in zip(program.invars, depends, strict=True) if flag}
 
     def read_flags(atoms: Sequence[Any]) -> list[bool]:
-        # A literal has a value, and cannot be hashed.
+        # A literal has a value and cannot be hashed.
         return [not hasattr(atom, "val") and atom in dependent for atom in atoms]
 
     for eqn in program.eqns:
@@ -160,9 +157,8 @@ def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
             kinds = {"key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
             kind = kinds.get(key_dtype, "lax.rng_bit_generator")
             raise ValueError(
-                "keys of examples must be of a type for which vmap uses all keys, such as "
-                f"'threefry2x32', got {kind!r}. JAX generates its bits for all examples from the "
-                "first key, so they all change if the first example is removed; use "
+                "keys of examples must have a type with independent bits under vmap, got "
+                f"{kind!r}, which generates all bits from the first key; use "
                 "jax.random.key(seed, impl='threefry2x32')"
             )
         outputs = [True] * len(eqn.outvars)
@@ -173,7 +169,7 @@ def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
 
 
 def _check_inner_random_bits(eqn: Any, inner: Any, flags: list[bool]) -> list[bool]:
-    """Checks a program inside an equation for flags of its inputs, as `_check_random_bits`."""
+    """Checks a program inside an equation, like `_check_random_bits`."""
     all_outputs = [True] * len(eqn.outvars)
     if eqn.primitive.name == "scan":
         first = eqn.params["num_consts"]
@@ -203,7 +199,7 @@ def _inner_programs(eqn: Any) -> Iterator[Any]:
 
 
 class RunningSums(NamedTuple):
-    """The fields of `ClippedSums` that are summed over microbatches: all except `norms`."""
+    """The fields of `ClippedSums` that are summed over microbatches, which excludes `norms`."""
 
     leaves: list[Array]
     num_clipped: NormTree
@@ -212,14 +208,14 @@ class RunningSums(NamedTuple):
 
     @classmethod
     def empty(cls) -> "RunningSums":
-        """Returns sums for batches of which only the norms are used."""
+        """Returns sums for batches if only the norms are used."""
         zero = jnp.zeros((), jnp.int32)
         return cls([], zero, zero, zero)
 
     @classmethod
     def zeros(cls, params: FlatTree, grouping: Grouping) -> "RunningSums":
         """Returns zeros, with leaves that are sharded like the parameters."""
-        measured = [jnp.asarray(x) for x in params.inexact_leaves()]
+        measured = map(jnp.asarray, params.inexact_leaves())
         leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
         zero = jnp.zeros((), jnp.int32)
         counts = [jnp.zeros(group.shape, jnp.int32) for group in grouping.groups]  # i32[*group]
@@ -237,7 +233,7 @@ def scan_microbatches(
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Sums a batch `[examples, ...]`, and returns losses and aux in the order of the batch.
 
-    A microbatch has `size` examples. If it is None, it has all examples.
+    `size` is the number of examples in a microbatch. If None, all examples are used.
     """
     size = min(size or examples, examples)
     if size == examples:
@@ -266,10 +262,10 @@ def scan_microbatches(
 def retry_separately(
     step: Step, zeros: RunningSums, batch: tuple[PyTree, Array]
 ) -> tuple[ClippedSums, Array, PyTree]:
-    """Runs a step, and processes the examples separately if this makes more examples finite."""
+    """Runs a step, and processes examples separately if this makes more examples finite."""
     # XLA uses convolutions that multiply elements of an example by zeros from the rest of the batch
-    # (as of JAX 0.10.2), so a non-finite example could drop all examples. The first results are
-    # kept if only non-finite examples are dropped, because separate examples may be rounded
+    # (as of JAX 0.10.2), so a single non-finite example could drop all examples. The first results
+    # are used if only non-finite examples are dropped because separate examples may be rounded
     # differently.
     examples, together = batch[1].size, step(batch)
     if static_size_or_none(examples) in (0, 1):
@@ -283,17 +279,13 @@ def retry_separately(
         selected = jax.tree.map(functools.partial(jnp.where, helps), separate, together)
         return meshes.pvary_like(batch, selected)
 
-    return lax.cond(
-        # The examples are only processed again if necessary, because this takes much longer.
-        _any_batched(~jnp.all(are_finite)),
-        run_separately,
-        functools.partial(meshes.pvary_like, batch, together),
-    )
+    # The examples are only processed again if necessary because this takes much longer.
+    needs_retry = _any_batched(~jnp.all(are_finite))
+    return lax.cond(needs_retry, run_separately, lambda: meshes.pvary_like(batch, together))
 
 
 def _are_finite(norms: NormTree, examples: int) -> Array:
-    """Returns `True` for examples with finite norms, bool `[examples]`."""
-    flags = jnp.ones(examples, bool)
+    flags = jnp.ones(examples, bool)  # bool[examples]
     for norm in jax.tree.leaves(norms):
         # [examples, *group] -> [examples]
         flags &= jnp.all(jnp.isfinite(norm), tuple(range(1, norm.ndim)))
@@ -302,8 +294,8 @@ def _are_finite(norms: NormTree, examples: int) -> Array:
 
 @jax.custom_batching.custom_vmap
 def _any_batched(flag: Array) -> Array:
-    """Returns the flag, or under `vmap`, `True` if any flag is set."""
-    # With a batched flag, `lax.cond` would always run both branches (as of JAX 0.10.2).
+    """Returns the flag. Under `vmap`, returns `True` if any flag is set."""
+    # If its flag is batched, `lax.cond` runs both branches (as of JAX 0.10.2).
     return flag
 
 
