@@ -238,25 +238,43 @@ def scan_microbatches(
     size = min(size or examples, examples)
     if size == examples:
         return step(batch)
+
+    def sum_and_stack(batch: PyTree) -> tuple[RunningSums, PyTree]:
+        sums, losses, aux = step(batch)
+        return RunningSums(*sums[:-1]), (sums.norms, losses, aux)
+
+    running, (norms, losses, aux) = scan_examples(sum_and_stack, batch, examples, size, zeros)
+    return ClippedSums(norms=norms, **running._asdict()), losses, aux
+
+
+def scan_examples(
+    step: Callable[[PyTree], tuple[Any, PyTree]],
+    batch: PyTree,
+    examples: int,
+    size: int,
+    zeros: Any,
+) -> tuple[Any, PyTree]:
+    """Scans over microbatches, for a step from a microbatch to sums and results `[size, ...]`.
+
+    Returns the total of the sums, and the results in the order of the batch.
+    """
     count, rest = divmod(examples, size)
     split = MicrobatchSplit.split(batch, size, count)
 
-    def body(running: RunningSums, i: Array) -> tuple[RunningSums, PyTree]:
-        sums, losses, aux = step(split.microbatch(i))
-        running = jax.tree.map(jnp.add, running, RunningSums(*sums[:-1]))
-        return running, (sums.norms, losses, aux)  # [size, ...]
+    def body(running: Any, i: Array) -> tuple[Any, PyTree]:
+        sums, results = step(split.microbatch(i))
+        return jax.tree.map(jnp.add, running, sums), results
 
     running, stacked = lax.scan(body, zeros, jnp.arange(count))
     # [count, size, ...] -> [count * size, ...]
     ordered = jax.tree.map(restore_batch_order, stacked)
     if rest:
         last = jax.tree.map(functools.partial(remainder, rest=rest), batch)  # [rest, ...]
-        sums, losses, aux = step(last)
-        running = jax.tree.map(jnp.add, running, RunningSums(*sums[:-1]))
+        sums, results = step(last)
+        running = jax.tree.map(jnp.add, running, sums)
         # [count * size, ...], [rest, ...] -> [examples, ...]
-        ordered = jax.tree.map(concatenate_examples, ordered, (sums.norms, losses, aux))
-    norms, losses, aux = ordered
-    return ClippedSums(norms=norms, **running._asdict()), losses, aux
+        ordered = jax.tree.map(concatenate_examples, ordered, results)
+    return running, ordered
 
 
 def retry_separately(

@@ -1,7 +1,6 @@
 """Names and parameters of JAX's primitives (as of JAX 0.10).
 
-If a parameter of the loss is used by an equation that this file does not support, its gradient is
-materialized for all examples, which is correct for all equations.
+If an unsupported equation uses a parameter, its per-example gradients are computed instead.
 """
 
 import itertools
@@ -47,14 +46,14 @@ def apply(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 def move(eqn: Any, x: Array) -> list[Array]:
     """Returns the outputs of an equation in `RESHAPE_PRIMITIVES`, on any mesh."""
-    # The program has the mesh on which it was traced. Its explicit axes may be automatic here.
+    # The program's mesh may have explicit axes that are automatic here.
     params = {name: None if name == "sharding" else value for name, value in eqn.params.items()}
     outputs = eqn.primitive.bind(x, **params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def inner(eqn: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
-    """Returns the program inside a call, a checkpoint or a scan, and its constants."""
+    """Returns the program inside a call, a checkpoint, or a scan, and its constants."""
     jaxpr = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else (jaxpr, ())
 
@@ -78,14 +77,10 @@ def has_gradient(eqn: Any) -> bool:
 
 def is_reshape_like(eqn: Any) -> bool:
     """Returns `True` if outputs only have elements of a single operand, without repetitions."""
-    if (
-        eqn.primitive.name not in RESHAPE_PRIMITIVES
-        or len(eqn.invars) != 1
-        or not all(map(is_real, eqn.outvars))
-    ):
+    name, is_unary = eqn.primitive.name, len(eqn.invars) == 1
+    if name not in RESHAPE_PRIMITIVES or not is_unary or not all(map(is_real, eqn.outvars)):
         return False
-    is_whole = sum(v.aval.size for v in eqn.outvars) == eqn.invars[0].aval.size
-    return is_whole or eqn.primitive.name == "slice"
+    return name == "slice" or sum(v.aval.size for v in eqn.outvars) == eqn.invars[0].aval.size
 
 
 def slice_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
@@ -115,10 +110,9 @@ def concatenated_intervals(eqn: Any) -> tuple[int, list[tuple[int, int]]]:
 
 
 class Product(NamedTuple):
-    """The axes of a `dot_general` of data and an operand with the parameter, the weights.
+    """The axes of a `dot_general` of data and weights, the operand with the parameter.
 
-    Axes are contracted ("sums"), batch axes, or free axes of a single operand. The contracted axes
-    of both operands are in the same order.
+    Axes are contracted ("sums", in the same order for both operands), batch axes, or free axes.
     """
 
     data_sums: tuple[int, ...]
@@ -135,7 +129,7 @@ def product(eqn: Any, position: int) -> Product | None:
         return None
     sums, batch = eqn.params["dimension_numbers"]
     axes = []
-    for i in (1 - position, position):  # The data are the first operand or the second operand.
+    for i in (1 - position, position):  # Data can be the first or the second operand.
         used = (*sums[i], *batch[i])
         free = (axis for axis in range(eqn.invars[i].aval.ndim) if axis not in used)
         axes.append((tuple(sums[i]), tuple(batch[i]), tuple(free)))
@@ -146,8 +140,8 @@ def product(eqn: Any, position: int) -> Product | None:
 def drops_outside(eqn: Any) -> bool | None:
     """Returns `True` if a gather of rows has no gradient for indices out of range.
 
-    Returns False if it uses the nearest row instead, and None for other equations. Rows are along
-    the first axis of the operand.
+    Returns False if it uses the nearest row, and None for other equations. The first axis of the
+    operand indexes rows.
     """
     if eqn.primitive.name != GATHER or not is_real(eqn.invars[0]):
         return None
@@ -179,13 +173,8 @@ def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
     """Computes the convolution of an equation with the highest precision in `dtype`."""
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
     options = {name: eqn.params[name] for name in (*names, "feature_group_count")}
-    return lax.conv_general_dilated(
-        x.astype(dtype),
-        kernel.astype(dtype),
-        **options,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=dtype,
-    )
+    options |= {"precision": lax.Precision.HIGHEST, "preferred_element_type": dtype}
+    return lax.conv_general_dilated(x.astype(dtype), kernel.astype(dtype), **options)
 
 
 def move_channels_last(eqn: Any, x: Array, *, is_output: bool) -> Array:
@@ -236,12 +225,12 @@ def window(eqn: Any) -> tuple[int, ...]:
 
 
 def feature_groups(eqn: Any) -> int:
-    """Returns the number of separate groups of channels of a convolution."""
+    """Returns the number of separate channel groups of a convolution."""
     return eqn.params["feature_group_count"]
 
 
 class Loop(NamedTuple):
-    """A `scan`, with constants, carried values and sliced arrays as operands."""
+    """A `scan`, with constants, carried values, and sliced arrays as operands."""
 
     num_consts: int
     num_carry: int
@@ -259,7 +248,7 @@ class Loop(NamedTuple):
 
 
 def rebind_scan(eqn: Any, body: Callable[..., Any], carry: Any, sliced: Any) -> Any:
-    """Runs the `scan` of an equation with another body."""
+    """Runs the `scan` of an equation with a different body."""
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     return lax.scan(body, carry, sliced, **options)
 
