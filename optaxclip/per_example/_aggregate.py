@@ -119,13 +119,11 @@ def per_example_clip_and_aggregate(
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
-      >>> def loss_fn(w, x, y):
-      ...     return (jnp.dot(w, x) - y) ** 2
       >>> tx = optaxclip.per_example_clip_and_aggregate(1.0, noise_multiplier=1.1, key=0)
       >>> w, x, y = jnp.zeros(2), jnp.ones((64, 2)), jnp.ones(64)
-      >>> state = tx.init(w)
-      >>> grads = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(w, x, y)
-      >>> updates, state = tx.update(grads, state, w)
+      >>> grad_fn = jax.grad(lambda w, x, y: (jnp.dot(w, x) - y) ** 2)
+      >>> grads = jax.vmap(grad_fn, (None, 0, 0))(w, x, y)
+      >>> updates, state = tx.update(grads, tx.init(w), w)
       >>> print(updates, state.num_clipped)
       [-0.7 -0.7] 64
     """

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+import optaxclip.per_example._batched_clip as batched_clip
 import optaxclip.scopes as scopes
 from optaxclip._backend.leaf_shardings import check_examples_unsharded
 from optaxclip._backend.packing import ravel_and_concatenate, split_and_reshape
@@ -19,12 +20,6 @@ from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, check_choice, short_repr
 from optaxclip._engine.plan import resolve_scope
 from optaxclip._loss_arguments import get_batch_size
-from optaxclip.per_example._batched_clip import (
-    ClippedSums,
-    PerExampleResult,
-    compute_clipped_sums,
-    result_of,
-)
 from optaxclip.per_example._noise import QuantileThreshold
 from optaxclip.responses import Response, as_response
 from optaxclip.scopes import Scope
@@ -76,11 +71,11 @@ class ExampleClip(NamedTuple):
         thresholds = [jnp.broadcast_to(bound * root, group.shape) for root, group in rows]
         return grouping, thresholds, bound
 
-    def sums(self, leaves: list[Any], one: FlatTree, is_padding: Array) -> ClippedSums:
+    def sums(self, leaves: list[Any], one: FlatTree, is_padding: Array) -> batched_clip.ClippedSums:
         """Clips measured leaves `[examples, ...]` and sums them."""
         grouping, thresholds, _ = self.compute_thresholds(one)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
-        return compute_clipped_sums(
+        return batched_clip.compute_clipped_sums(
             arrays,
             thresholds,
             is_padding,
@@ -142,7 +137,7 @@ def clip_sum(
     split: Literal["uniform", "size"] = "uniform",
     is_padding: ArrayLike | None = None,
     specs: PyTree = None,
-) -> PerExampleResult:
+) -> batched_clip.PerExampleResult:
     """Clips the gradients of the examples and sums them.
 
     The L2 norm of an example's contribution never exceeds `threshold`, in any dtype of the
@@ -200,7 +195,7 @@ def clip_sum(
     flat = flatten(grads, "grads")
     sums = _clip_and_sum(flat, clip, specs, is_padding)
     bound = clip.compute_thresholds(example_spec(flat))[2]
-    return result_of(sums, sum_tree(flat, sums.leaves))._replace(bound=bound)
+    return batched_clip.result_of(sums, sum_tree(flat, sums.leaves))._replace(bound=bound)
 
 
 def per_example_global_norm_clip(
@@ -305,7 +300,7 @@ _HINT = (
 
 def _clip_and_sum(
     flat: FlatTree, clip: ExampleClip, specs: PyTree, is_padding: ArrayLike | None = None
-) -> ClippedSums:
+) -> batched_clip.ClippedSums:
     examples = get_batch_size(flat, "grads")
     check_examples_unsharded(flat, specs, of_examples=True, remedy=_HINT)
     return clip.sums(flat.inexact_leaves(), example_spec(flat), padding_flags(is_padding, examples))

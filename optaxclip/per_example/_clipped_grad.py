@@ -10,19 +10,13 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._backend.meshes as meshes
+import optaxclip.per_example._example_loss as example_loss
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, check_choice, check_int, validate_call
 from optaxclip._loss_arguments import LossArguments, check_argnums, flatten_params
 from optaxclip.per_example._batched_clip import ClippedSums, PerExampleResult, result_of
 from optaxclip.per_example._clip_sum import ExampleClip, ExampleThreshold, padding_flags
-from optaxclip.per_example._example_loss import (
-    ExampleLoss,
-    RunningSums,
-    mixes_examples,
-    retry_separately,
-    scan_microbatches,
-)
 from optaxclip.per_example._ghost_clip import check_scope, compute_clipped_sums
 from optaxclip.per_example._ghost_plan import GhostNormPlan
 from optaxclip.per_example._noise import sensitivity_factor
@@ -51,11 +45,11 @@ class ClippedGrad:
     ) -> PerExampleResult:
         """Returns the sum of the clipped gradients, with norms and counts."""
         roles = LossArguments.split(args, self.argnums, self.batch_argnums)
-        loss = ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
+        loss = example_loss.ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(is_padding, loss.examples))  # [examples, ...]
         measured = loss.local_params(batch, self.specs)
         program, output = loss.program(measured)
-        is_mixing = mixes_examples(program.jaxpr)
+        is_mixing = example_loss.mixes_examples(program.jaxpr)
         one, size = self._get_clipped_tree(loss.params), self.microbatch_size
         grouping, thresholds, bound = self.clip.compute_thresholds(one)
         if self.method == "ghost":
@@ -66,10 +60,10 @@ class ClippedGrad:
             step = functools.partial(compute_clipped_sums, plan, measured, *groups)
         else:
             step = functools.partial(_clip_microbatch, self, loss, measured, one, is_mixing)
-        zeros = meshes.pvary_like(batch, RunningSums.zeros(one, grouping))
+        zeros = meshes.pvary_like(batch, example_loss.RunningSums.zeros(one, grouping))
         if is_mixing:
-            step = functools.partial(retry_separately, step, zeros)
-        sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, zeros)
+            step = functools.partial(example_loss.retry_separately, step, zeros)
+        sums, losses, aux = example_loss.scan_microbatches(step, batch, loss.examples, size, zeros)
         result = result_of(sums, one.replace_with_float0().unflatten(sums.leaves))
         return result._replace(losses=losses, aux=aux, bound=bound)
 
@@ -197,10 +191,6 @@ def clipped_grad(
       >>> result = grad_fn(jnp.zeros(2), x, y)
       >>> print(result.grads, result.norms, result.num_clipped)
       [-0.4 -1.8 ] [10.   0.2  2. ] 2
-      >>> print(result.losses)
-      [1.   1.   0.25]
-      >>> print(per_example.clipped_grad(loss_fn, 1.0).sensitivity("replace_one"))
-      2.0
     """
     clip = ExampleClip.create(threshold, scope, response, split)
     has_aux = check_bool(has_aux, "has_aux")
@@ -223,7 +213,7 @@ def clipped_grad(
 
 def _clip_microbatch(
     grad_fn: ClippedGrad,
-    loss: ExampleLoss,
+    loss: example_loss.ExampleLoss,
     measured: list[Any],
     one: FlatTree,
     is_mixing: bool,

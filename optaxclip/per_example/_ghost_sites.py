@@ -298,8 +298,8 @@ def are_disjoint(use: ParamUse, other: ParamUse) -> bool:
 
 def order_of_sum(use: ParamUse) -> list[int]:
     """Returns the permutation from the output of a product to the axes of the parameter."""
-    # The `dot_general` of data and cotangents has the axes of sliced loops, the batch axes, and then
-    # the remaining axes of data and cotangents, in their order.
+    # The output has the axes of sliced loops, batch axes, and then the remaining axes of data and
+    # cotangents, in their order.
     product, num_sliced = use.product, sum(use.loops)
     by_data = sorted(zip(product.data_sums, product.weight_sums, strict=True))
     labels = [*product.weight_batch, *(w for _, w in by_data), *product.weight_free]

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 import optaxclip._backend.meshes as meshes
+import optaxclip.per_example._example_loss as example_loss
 import optaxclip.scopes as scopes
 from optaxclip._base.trees import Grouping
 from optaxclip._base.types import PyTree
@@ -19,13 +20,6 @@ from optaxclip._loss_arguments import LossArguments, check_argnums
 from optaxclip.per_example._batched_clip import ClippedSums, compute_example_norms
 from optaxclip.per_example._clip_sum import padding_flags
 from optaxclip.per_example._clipped_grad import Method
-from optaxclip.per_example._example_loss import (
-    ExampleLoss,
-    RunningSums,
-    mixes_examples,
-    retry_separately,
-    scan_microbatches,
-)
 from optaxclip.per_example._ghost_clip import check_scope, compute_norms
 from optaxclip.per_example._ghost_plan import GhostNormPlan
 from optaxclip.scopes import Scope
@@ -47,7 +41,7 @@ class GradNorms:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Returns the norms and losses, and aux if `has_aux` is True."""
         roles = LossArguments.split(args, self.argnums, self.batch_argnums)
-        loss = ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
+        loss = example_loss.ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(None, loss.examples))  # [examples, ...]
         measured = loss.local_params(batch, self.specs)
         program, output = loss.program(measured)
@@ -59,10 +53,10 @@ class GradNorms:
             step = functools.partial(compute_norms, plan, measured, grouping)
         else:
             step = functools.partial(_microbatch_norms, loss, measured, grouping)
-        zeros = meshes.pvary_like(batch, RunningSums.empty())
-        if mixes_examples(program.jaxpr):
-            step = functools.partial(retry_separately, step, zeros)
-        sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, zeros)
+        zeros = meshes.pvary_like(batch, example_loss.RunningSums.empty())
+        if example_loss.mixes_examples(program.jaxpr):
+            step = functools.partial(example_loss.retry_separately, step, zeros)
+        sums, losses, aux = example_loss.scan_microbatches(step, batch, loss.examples, size, zeros)
         return (sums.norms, losses, aux) if self.has_aux else (sums.norms, losses)
 
 
@@ -154,14 +148,17 @@ def grad_norms(
 
 
 def _microbatch_norms(
-    loss: ExampleLoss, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
+    loss: example_loss.ExampleLoss,
+    measured: list[Any],
+    grouping: Grouping,
+    batch: tuple[Any, Array],
 ) -> tuple[ClippedSums, Array, PyTree]:
     """Computes the norms, the losses, and aux of a microbatch from its gradients."""
     examples, is_padding = batch  # [size, ...], bool[size]
     grad_fn = jax.value_and_grad(loss, has_aux=True)
     results, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
     norms = compute_example_norms(leaves, is_padding, grouping=grouping)  # f32[size, ...]
-    return ClippedSums(*RunningSums.empty(), norms), *results
+    return ClippedSums(*example_loss.RunningSums.empty(), norms), *results
 
 
 def explain(
@@ -205,7 +202,7 @@ def explain(
     """
     has_aux = check_bool(has_aux, "has_aux")
     roles = LossArguments.split(args, *check_argnums(argnums, batch_argnums))
-    loss = ExampleLoss.create(loss_fn, has_aux, roles, keywords)
+    loss = example_loss.ExampleLoss.create(loss_fn, has_aux, roles, keywords)
     measured = loss.params.inexact_leaves()
     plan = GhostNormPlan.create(*loss.program(measured), len(measured))
     return _format_plan(plan, loss.params.names())
