@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -24,6 +24,8 @@ from optaxclip._engine.plan import Plan
 from optaxclip._engine.scale import Multiplier, compute_multiplier, scale
 from optaxclip.norms import l2
 from optaxclip.responses import Response
+
+LeafAxes: TypeAlias = tuple[tuple[int, ...], ...]  # The axes that share a multiplier, by leaf.
 
 
 class ClippedSums(NamedTuple):
@@ -237,48 +239,40 @@ _scale = functools.partial(scale, strict=False, zero_nonfinite=True)
 
 
 def compute_weighted_sums(
-    leaves: list[Array], by_leaf: list[Multiplier], axes: tuple[tuple[int, ...], ...]
+    leaves: list[Array], by_leaf: list[Multiplier], axes: LeafAxes
 ) -> list[Array]:
     """Multiplies leaves `[examples, ...]` by their multipliers and sums over the examples.
 
-    Examples with a ratio of 0 add nothing, even if they are non-finite. The axes `axes` of one
-    example share a multiplier.
+    Examples with a ratio of 0 add nothing, even if they are non-finite.
     """
     if not leaves or leaves[0].shape[0] == 0:
         return [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
     if not meshes.manual_axes() and not meshes.is_unsharded(leaves):
         return _sum_fused(leaves, by_leaf, axes=axes)
-    matmul, fused = (functools.partial(fn, axes=axes) for fn in (_sum_by_matmul, _sum_fused))
+    matmul, fused = (functools.partial(fn, axes=axes) for fn in (_sum_matmul, _sum_fused))
     return sum_weighted(leaves, by_leaf, by_products=matmul, fused=fused)
 
 
-def _sum_fused(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
+def _sum_fused(leaves: list[Array], by_leaf: list[Multiplier], *, axes: LeafAxes) -> list[Array]:
     return [  # [examples, ...] -> [...]
         jnp.sum(_scale(leaf, by, axes=tuple(axis + 1 for axis in reduced)), axis=0)
-        for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
+        for leaf, by, reduced in zip(leaves, by_leaf, axes, strict=True)
     ]
 
 
-def _sum_by_matmul(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
+def _sum_matmul(leaves: list[Array], by_leaf: list[Multiplier], *, axes: LeafAxes) -> list[Array]:
     """Sums by matrix products if all factors are finite normal numbers, otherwise by a loop."""
     if leaves[0].shape[0] == 1:
-        return _sum_fused(leaves, multipliers, axes=axes)
-    factors = [by.factor for by in multipliers]  # [examples, *group]
+        return _sum_fused(leaves, by_leaf, axes=axes)
+    factors = [by.factor for by in by_leaf]  # [examples, *group]
     is_plain = [jnp.all(x >= jnp.finfo(x.dtype).tiny) & jnp.all(jnp.isfinite(x)) for x in factors]
-    multiply, loop = (functools.partial(fn, axes=axes) for fn in (_multiply_matrices, _sum_by_loop))
-    are_all_plain = functools.reduce(jnp.logical_and, is_plain)
-    return lax.cond(are_all_plain, multiply, loop, leaves, multipliers)
+    multiply, loop = (functools.partial(fn, axes=axes) for fn in (_multiply, _sum_by_loop))
+    return lax.cond(functools.reduce(jnp.logical_and, is_plain), multiply, loop, leaves, by_leaf)
 
 
-def _multiply_matrices(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
+def _multiply(leaves: list[Array], by_leaf: list[Multiplier], *, axes: LeafAxes) -> list[Array]:
     sums, einsum = [], functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True):
+    for leaf, by, reduced in zip(leaves, by_leaf, axes, strict=True):
         kept = [axis + 1 for axis in range(leaf.ndim - 1) if axis not in reduced]
         all_axes = [*range(leaf.ndim)]
         parts = [  # [examples, *kept], [examples, ...] -> [...]
@@ -289,16 +283,14 @@ def _multiply_matrices(
     return sums
 
 
-def _sum_by_loop(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
+def _sum_by_loop(leaves: list[Array], by_leaf: list[Multiplier], *, axes: LeafAxes) -> list[Array]:
     """Sums one example after another, without a second copy of the batch."""
 
     def add_example(i: Array | int, totals: list[Array] | None) -> list[Array]:
         # [examples, ...] -> [...]
         index = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
-        example, by_leaf = jax.tree.map(index, (leaves, multipliers))
-        rows = zip(example, by_leaf, axes, strict=True)
+        example, multipliers = jax.tree.map(index, (leaves, by_leaf))
+        rows = zip(example, multipliers, axes, strict=True)
         scaled = [_scale(leaf, by, axes=reduced) for leaf, by, reduced in rows]
         return scaled if totals is None else jax.tree.map(jnp.add, totals, scaled)
 
