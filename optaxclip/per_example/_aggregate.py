@@ -82,8 +82,8 @@ def per_example_clip_and_aggregate(
 
     The noise is Gaussian, and its standard deviation is `noise_multiplier` times the threshold. It
     is drawn and added in float32 or wider before the results are rounded to the dtypes of the
-    updates. Note that the random generators of JAX are not cryptographic. `optaxclip.per_example`
-    shows how to compute the privacy of a run.
+    updates. Note that JAX's random generators are not cryptographic. `optaxclip.per_example` shows
+    how to compute the privacy of a run.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
@@ -111,10 +111,9 @@ def per_example_clip_and_aggregate(
       `[examples]`.
 
     Raises:
-      ValueError: If a threshold or multiplier is negative or NaN, if noise is requested without a
-        key, if a name is unknown, or if `noise_multiplier` is not below `2 * count_noise`. Also
+      ValueError: If an argument is out of its range, or if noise is requested without a key. Also
         raised by `update` if the gradients have no example axis, or if sums differ across devices
-        inside `shard_map` or `pmap`. All devices would add the same noise.
+        inside `shard_map` or `pmap`, where all devices would add the same noise.
       TypeError: If a threshold or multiplier is not a number, or if `key` is not a key.
 
     Example:

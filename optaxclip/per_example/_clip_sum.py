@@ -142,19 +142,16 @@ def clip_sum(
 
     The L2 norm of an example's contribution never exceeds `threshold`, in any dtype of the
     gradients. Norms, products, and the sum are computed in float32 (float64 for 64-bit leaves).
-    Groups that exceed their threshold, or could exceed it due to rounding, are clipped slightly
-    below it, by at most 2e-6 in float32. Examples with a NaN or infinite element contribute
-    nothing. Other examples below their threshold are summed unchanged.
+    Groups that could exceed their threshold due to rounding are clipped below it, by at most 2e-6
+    in float32. Examples with a NaN or infinite element contribute nothing. Other examples below
+    their threshold are summed unchanged. Use `noisy_mean` to make the sum private.
 
-    Note that the sum over many examples is rounded, like any floating-point sum. Use `noisy_mean`
-    to make it private.
-
-    Sources: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133. Per
-    leaf: McMahan, Ramage, Talwar, and Zhang, 2017, arXiv 1710.06963.
+    Sources: Abadi et al., 2016, arXiv 1607.00133. Per leaf: McMahan, Ramage, Talwar, and Zhang,
+    2017, arXiv 1710.06963.
 
     Args:
-      grads: Real or complex floating-point leaves `[examples, ...]`. `None` leaves are kept.
-        Integer, bool, and `float0` leaves are returned as zeros without the example axis.
+      grads: Real or complex leaves `[examples, ...]`. `None` leaves are kept. Integer, bool, and
+        `float0` leaves are returned as zeros without the example axis.
       threshold: The maximum L2 norm of an example's contribution. A number or scalar array is
         divided between the groups according to `split`. A dict maps group names to their
         thresholds. Traced thresholds that are negative, or below the smallest normal number
@@ -170,16 +167,14 @@ def clip_sum(
         padding.
       specs: A `PartitionSpec`, or a pytree prefix of the gradients with such specs. It is required
         inside `shard_map` and `pmap` if the gradients differ between devices. `PartitionSpec("x")`
-        means that devices along "x" have different examples. Gradients that are sharded along other
-        axes are rejected.
+        means that devices along "x" have different examples, which must not be sharded.
 
     Returns:
       A `PerExampleResult` with the sum, the norms, and the counts.
 
     Raises:
-      ValueError: If a threshold is negative, NaN, or not a scalar, if the leaves do not share an
-        example axis, if a name is unknown, or if gradients may be sharded inside `shard_map` or
-        `pmap`.
+      ValueError: If an argument is out of its range, if the leaves do not share an example axis, or
+        if gradients may be sharded inside `shard_map` or `pmap`.
       TypeError: If the threshold is not a number, `scope` is not a scope, or a leaf is not a dense
         array.
 

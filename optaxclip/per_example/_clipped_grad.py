@@ -72,9 +72,9 @@ class ClippedGrad:
 
         Args:
           relation: The relation between neighboring data sets, as a name or a member of
-            `dp_accounting.NeighboringRelation`. One of them lacks an example ("add_or_remove_one"),
-            has a blank example instead ("replace_special"), or has a different example instead
-            ("replace_one"), which doubles the change.
+            `dp_accounting.NeighboringRelation`. One data set lacks an example
+            ("add_or_remove_one"), has a blank example ("replace_special"), or has a different
+            example ("replace_one"), which doubles the change.
           params: The parameters. They are required if `threshold` is a dict because several groups
             can have the same name.
 
@@ -127,16 +127,13 @@ def clipped_grad(
     example. If the loss uses BatchNorm, `pmean`, or `psum` over a batch, or accesses examples
     through a closure or keyword argument, one example can change the sum without bound.
 
-    At most `microbatch_size` per-example gradients are in memory at a time. The microbatches are
-    processed in a `scan`, and the last one may be smaller. Their examples are strided over the
-    batch, so every device has part of every microbatch if the batch is sharded. Norms, losses, and
-    aux are in the order of the batch.
+    At most `microbatch_size` per-example gradients are in memory at a time. Microbatches are
+    processed in a `scan`, and the last one may be smaller. They are strided over the batch, so a
+    sharded batch is never gathered. Norms, losses, and aux are in the order of the batch.
 
     Under `jit`, the sum covers the whole batch even if it is sharded, which requires all-reduces in
-    each microbatch. On an explicit mesh, microbatches are sharded across the largest number of
-    devices that divides their size. Inside `shard_map`, parameters must be replicated, and sums and
-    counts cover only the local shard. Apply `psum` to them afterwards, which requires one
-    all-reduce per dtype for any number of microbatches.
+    each microbatch. Inside `shard_map`, parameters must be replicated, and the results only cover
+    the local shard. Apply `psum` to the sums and counts afterwards.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
@@ -148,36 +145,34 @@ def clipped_grad(
       batch_argnums: The positions of the arguments with a leading example axis, which can be
         pytrees of arrays or keys. Defaults to all arguments except `argnums`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
-      microbatch_size: The number of examples in a microbatch. Defaults to all examples.
+      microbatch_size: The number of examples in a microbatch. Defaults to all examples, or to an
+        automatic size if `method` is "ghost".
       scope: A scope that defines which elements of an example share a norm. Defaults to all
         elements.
       response: The response to a norm above its threshold, as in `clip_sum`.
       split: How to divide the threshold between the groups, as in `clip_sum`.
-      pre_clipping_transform: A function that maps an example's gradient to any tree, such as a
-        preconditioner. Its result is clipped and summed instead of the gradient.
+      pre_clipping_transform: A function that maps an example's gradient to any tree, which is
+        clipped and summed instead. It requires `method="vmap"`.
       method: If "vmap" (the default), computes per-example gradients. If "ghost", computes norms
         and the sum without these gradients, like `grad_norms`, which is much faster if an example's
-        gradient is larger than its activations. It only supports norms of whole leaves, and does
-        not support `pre_clipping_transform`. Its norms are upper bounds, so examples may be clipped
-        slightly below the threshold, or far below it if the contributions of their tokens or pixels
-        nearly cancel (to a thousandth). The default microbatch size is chosen automatically.
-      specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`, where array
-        types do not contain the sharding. `PartitionSpec()` means that the parameters are
-        replicated. Sharded parameters are rejected.
+        gradient is larger than its activations. It only supports norms of whole leaves. Its norms
+        are upper bounds, so examples may be clipped slightly below the threshold, or far below it
+        if the contributions of their tokens or pixels nearly cancel (to a thousandth).
+      specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`, where types
+        do not contain the sharding. They must be `PartitionSpec()` because sharded parameters are
+        rejected.
 
     Returns:
       A `ClippedGrad`, which is a function `(*args, is_padding=None, **keywords) ->
       PerExampleResult` of the arguments of `loss_fn`. `is_padding` is bool `[examples]`. Keyword
-      arguments are passed to `loss_fn` for all examples. The method `sensitivity` returns the
-      maximum change of the sum due to one example. If you use microbatches, call the function
-      inside `jax.jit`. Otherwise, every call recompiles the loop.
+      arguments are shared by all examples. Its method `sensitivity` returns the maximum change of
+      the sum due to one example. If you use microbatches, call the function inside `jax.jit`.
+      Otherwise, every call recompiles the loop.
 
     Raises:
-      ValueError: If a threshold is negative, NaN, or not a scalar, if the microbatch size is less
-        than 1, or if a name is unknown. Also raised by the returned function if the arguments do
-        not share an example axis, if positions are invalid, or if the loss is not a scalar. Inside
-        `shard_map` and `pmap`, also raised if the parameters may be sharded or the loss sums over
-        devices.
+      ValueError: If an argument is out of its range. Also raised by the returned function if the
+        arguments do not share an example axis, if positions are invalid, if the loss is not a
+        scalar, or if parameters may be sharded or the loss sums over devices.
       TypeError: If an argument has the wrong type. Also raised by the returned function if a Flax
         NNX or Equinox model contains more than parameters (see `docs/recipes/modules.md`).
 

@@ -81,18 +81,15 @@ def grad_norms(
 
     The method "ghost" requires only one forward and one backward pass over the batch. If data and a
     parameter are multiplied, as in `x @ w`, the norm is computed from the inputs `x` and the
-    cotangents of the outputs. Matrix products, convolutions, and embedding tables are supported,
+    cotangents of the outputs. This works for matrix products, convolutions, and embedding tables,
     including inside `scan`, `jit`, and `jax.checkpoint`. For parameters with other uses, such as
-    biases, per-example gradients are computed, which requires memory if these parameters are large.
-    `explain` lists these parameters.
+    biases, per-example gradients are computed. `explain` lists these parameters.
 
-    The norms are upper bounds because they include bounds on all rounding errors, for any order of
-    summation. They are about 1e-6 too large if parameters are used at a single position, as in a
-    perceptron. If there are many positions (tokens or pixels), they are between 1e-4 (16 positions)
-    and 4e-3 (4096 positions) too large, and at most 1% too large unless positions cancel. The
-    gradients that `clipped_grad` sums have these norms. Note that `jax.grad` rounds gradients to
-    the dtype of the layer. If the loss casts float32 parameters to bfloat16, the norm of its
-    gradient may be larger by 3e-4.
+    The norms of "ghost" are upper bounds because they include bounds on all rounding errors. They
+    are about 1e-6 too large if parameters are used at a single position, and between 1e-4 and 4e-3
+    for 16 to 4096 positions (tokens or pixels). Unless positions cancel, they are at most 1% too
+    large. Note that `jax.grad` rounds gradients to the dtype of the layer. If the loss casts
+    float32 parameters to bfloat16, the norm of its gradient may be larger by 3e-4.
 
     Products for norms and sums use the highest precision, even on GPUs and TPUs. The products of
     the loss use the precision that the loss specifies.
@@ -122,9 +119,8 @@ def grad_norms(
       the function inside `jax.jit`.
 
     Raises:
-      ValueError: If the microbatch size is less than 1, or if the method is unknown. Also raised by
-        the returned function for the reasons listed in `clipped_grad`, or if the scope has several
-        norms per leaf and the method is "ghost".
+      ValueError: If an argument is out of its range. Also raised by the returned function as in
+        `clipped_grad`, or if the scope has several norms per leaf and the method is "ghost".
       TypeError: If an argument has the wrong type. Also raised by the returned function as in
         `clipped_grad`.
 
@@ -181,9 +177,9 @@ def explain(
       keywords: Keyword arguments of `loss_fn`.
 
     Returns:
-      A table with one row per parameter. It shows the method (with a reason if gradients are
-      computed), the number of positions at which an example uses the parameter, and the memory per
-      example in addition to backpropagation.
+      A table with one row per parameter, with the method (and a reason if gradients are computed),
+      the number of positions at which an example uses the parameter, and the memory per example in
+      addition to backpropagation.
 
     Raises:
       ValueError: As in `grad_norms`.

@@ -41,39 +41,34 @@ def noisy_mean(
 
     The noise is Gaussian. Its standard deviation is `noise_multiplier` times the sensitivity, which
     is the bound in `result`, or twice that bound if neighboring data sets differ by a replaced
-    example. Pass the sum over all microbatches because the noise must be added before dividing, and
-    only once. It is drawn and added in float32 or wider. Note that the random generators of JAX are
-    not cryptographic.
+    example. Pass the sum over all microbatches because noise must be added only once. It is drawn
+    and added in float32 or wider. Note that JAX's random generators are not cryptographic.
 
-    Inside `shard_map`, sum over the devices first, and use the same key on all of them:
-    `noisy_mean(result._replace(grads=jax.lax.psum(result.grads, "x")), ...)`. However, if the
-    devices have different parts of the sum, for example after `psum_scatter`, use a different key
-    on each device, such as `jax.random.fold_in(key, jax.lax.axis_index("x"))`. Otherwise, all parts
-    have the same noise.
+    Inside `shard_map`, pass the sum over all devices,
+    `result._replace(grads=jax.lax.psum(result.grads, "x"))`, and use the same key on all devices.
+    However, if the devices have different parts of the sum, for example after `psum_scatter`, use
+    different keys, such as `jax.random.fold_in(key, jax.lax.axis_index("x"))`.
 
-    Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133.
+    Source: Abadi et al., 2016, arXiv 1607.00133.
 
     Args:
       result: The result of `clipped_grad` or `clip_sum` for the whole batch.
-      noise_multiplier: The ratio of the standard deviation of the noise to the sensitivity, which
-        the accountant requires (see `optaxclip.per_example`). If it is 0, there is no noise, and
-        the result is not private.
+      noise_multiplier: The ratio of the noise's standard deviation to the sensitivity, as used by
+        accountants (see `optaxclip.per_example`). If it is 0, there is no noise, and the result is
+        not private.
       key: A key from `jax.random`. Use a new key on every step because equal noise on two steps
         cancels in their difference. Pass it to compiled functions as an argument. It can be None if
         `noise_multiplier` is the number 0.
-      batch_size: The number of examples by which the sum is divided, at least 1. For Poisson
-        sampling, use the expected number because the actual number is not private.
+      batch_size: The divisor of the sum, at least 1. For Poisson sampling, use the expected number
+        of examples because the actual number is not private.
       relation: The relation between neighboring data sets, as in `ClippedGrad.sensitivity`.
 
     Returns:
-      The tree of the sum, in float32 or wider. `None`, integer, and `float0` leaves are returned
-      unchanged.
+      The tree of the sum, in float32 or wider. Integer and `float0` leaves are returned unchanged.
 
     Raises:
-      ValueError: If the noise multiplier is negative, NaN, or infinite, if the batch size is less
-        than 1, or if the relation is unknown. If there is noise, also raised if the key is missing,
-        if the bound is missing or infinite, or if devices have different parts of the sum but the
-        same key.
+      ValueError: If an argument is out of its range. If there is noise, also raised if the key or
+        the bound is missing, or if devices have different parts of the sum but the same key.
       TypeError: If an argument has the wrong type.
 
     Example:
@@ -263,8 +258,7 @@ def quantile_threshold(
     The count also uses privacy budget, so the sum of the gradients requires more noise (see
     `adjust_noise_multiplier`). `per_example_clip_and_aggregate` adds this noise automatically.
 
-    Source: Andrew, Thakkar, McMahan, and Ramaswamy, 2019, Differentially private learning with
-    adaptive clipping, arXiv 1905.03871.
+    Source: Andrew, Thakkar, McMahan, and Ramaswamy, 2019, arXiv 1905.03871.
 
     Args:
       target: The target fraction, from 0 to 1.
@@ -272,8 +266,8 @@ def quantile_threshold(
       init_threshold: The initial threshold.
       count_noise: The standard deviation of the noise on the count. The paper uses one twentieth of
         the number of examples in a batch.
-      geometric: If True (the default), the threshold is multiplied by the factor above. If False,
-        the exponent of the factor is added to the threshold.
+      geometric: If True (the default), the threshold is multiplied as above. If False, the exponent
+        is added to the threshold.
       min_threshold: The minimum threshold. If `geometric` is True, an `init_threshold` of 0 stays
         0, and positive thresholds stay within the normal range of float32.
       max_threshold: The maximum threshold.
@@ -310,8 +304,8 @@ def adjust_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike)
 
     The multiplier is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum
     with this multiplier and the count with `count_noise` is as private as releasing only the sum
-    with `noise_multiplier`. The factor is 2 because an added example changes the count of
-    `quantile_threshold` by at most 1/2, but changes the sum by one threshold.
+    with `noise_multiplier`. The factor is 2 because an added example changes the count by at most
+    1/2 (see `quantile_threshold`), but changes the sum by up to one threshold.
 
     Source: Andrew et al., 2019, arXiv 1905.03871, theorem 1.
 
