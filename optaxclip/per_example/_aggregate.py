@@ -209,8 +209,7 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
         if is_needed:
             raise ValueError(
                 "key must be a key from jax.random or an int, got None; pass a key, or set "
-                "noise_multiplier=0 (and, for optax.inject_hyperparams, "
-                'static_args=("noise_multiplier",))'
+                "noise_multiplier=0"
             )
         return None
     if np.shape(key) == () and is_real(key) and jnp.issubdtype(jnp.result_type(key), jnp.integer):

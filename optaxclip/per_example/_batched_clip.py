@@ -35,7 +35,13 @@ class ClippedSums(NamedTuple):
     num_clipped: NormTree  # i32[groups], in the structure of the public norms.
     num_unclipped: Array  # i32[]
     num_dropped: Array  # i32[]
-    norms: NormTree  # f32[examples, groups], 0 for padding.
+    norms: NormTree | None  # f32[examples, groups], 0 for padding. None for running sums.
+
+    @classmethod
+    def of_norms(cls, norms: NormTree | None = None) -> "ClippedSums":
+        """Returns zero sums with these norms."""
+        zero = jnp.zeros((), jnp.int32)
+        return cls([], zero, zero, zero, norms)
 
 
 @register_state

@@ -45,7 +45,7 @@ class ClippedGrad:
     ) -> PerExampleResult:
         """Returns the sum of the clipped gradients, with norms and counts."""
         roles = LossArguments.split(args, self.argnums, self.batch_argnums)
-        loss = example_loss.ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
+        loss = example_loss.ExampleLoss(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(is_padding, loss.examples))  # [examples, ...]
         measured = loss.local_params(batch, self.specs)
         program, output = loss.program(measured)
@@ -60,7 +60,7 @@ class ClippedGrad:
             step = functools.partial(compute_clipped_sums, plan, measured, *groups)
         else:
             step = functools.partial(_clip_microbatch, self, loss, measured, one, is_mixing)
-        zeros = meshes.pvary_like(batch, example_loss.RunningSums.zeros(one, grouping))
+        zeros = meshes.pvary_like(batch, example_loss.zero_sums(one, grouping))
         if is_mixing:
             step = functools.partial(example_loss.retry_separately, step, zeros)
         sums, losses, aux = example_loss.scan_microbatches(step, batch, loss.examples, size, zeros)

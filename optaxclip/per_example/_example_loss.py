@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -49,14 +49,11 @@ class ExampleLoss:
     has_aux: bool
     roles: LossArguments
     keywords: dict[str, Any]
-    params: FlatTree
 
-    @classmethod
-    def create(
-        cls, loss_fn: Callable[..., Any], has_aux: bool, roles: LossArguments, keywords: Any
-    ) -> "ExampleLoss":
-        """Flattens and checks the parameters of a call."""
-        return cls(loss_fn, has_aux, roles, keywords, flatten_params(roles.params))
+    @functools.cached_property
+    def params(self) -> FlatTree:
+        """The flattened and checked parameters."""
+        return flatten_params(self.roles.params)
 
     @property
     def examples(self) -> int:
@@ -118,14 +115,11 @@ def _warn_of_batch_statistics(aux: PyTree) -> None:
             return
 
 
+# Operations that may multiply elements of an example by zeros from the rest of the batch. XLA does
+# so in convolutions (as of JAX 0.10.2), and a `custom_vjp` hides its backward pass.
 _MIXING = frozenset({"conv_general_dilated", "custom_vjp_call"})
-"""Operations that may multiply elements of an example by zeros from the rest of the batch.
-
-XLA does so in convolutions (as of JAX 0.10.2), and a `custom_vjp` hides its backward pass.
-"""
-
+# The operations that only use the first key under `vmap`, by key type (as of JAX 0.10.2).
 _RBG = {"key<rbg>": {"random_bits"}, "key<urbg>": {"random_bits", "random_split", "random_fold_in"}}
-"""The operations that only use the first key under `vmap`, by key type (as of JAX 0.10.2)."""
 
 
 def mixes_examples(program: Any) -> bool:
@@ -198,39 +192,23 @@ def _inner_programs(eqn: Any) -> Iterator[Any]:
     yield from (getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns"))
 
 
-class RunningSums(NamedTuple):
-    """The fields of `ClippedSums` that are summed over microbatches, which excludes `norms`."""
-
-    leaves: list[Array]
-    num_clipped: NormTree
-    num_unclipped: Array
-    num_dropped: Array
-
-    @classmethod
-    def empty(cls) -> "RunningSums":
-        """Returns sums for batches if only the norms are used."""
-        zero = jnp.zeros((), jnp.int32)
-        return cls([], zero, zero, zero)
-
-    @classmethod
-    def zeros(cls, params: FlatTree, grouping: Grouping) -> "RunningSums":
-        """Returns zeros, with leaves that are sharded like the parameters."""
-        measured = map(jnp.asarray, params.inexact_leaves())
-        leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
-        zero = jnp.zeros((), jnp.int32)
-        counts = [jnp.zeros(group.shape, jnp.int32) for group in grouping.groups]  # i32[*group]
-        # Without groups, the norms are an empty vector of floats.
-        counts = jax.tree.map(lambda x: x.astype(jnp.int32), arrange_by_layout(counts, grouping))
-        return cls(leaves, counts, zero, zero)
+def zero_sums(params: FlatTree, grouping: Grouping) -> ClippedSums:
+    """Returns zeros, with leaves that are sharded like the parameters, without norms."""
+    measured = map(jnp.asarray, params.inexact_leaves())
+    leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
+    counts = [jnp.zeros(group.shape, jnp.int32) for group in grouping.groups]  # i32[*group]
+    # Without groups, the norms are an empty vector of floats.
+    counts = jax.tree.map(lambda x: x.astype(jnp.int32), arrange_by_layout(counts, grouping))
+    return ClippedSums.of_norms()._replace(leaves=leaves, num_clipped=counts)
 
 
-Step = Callable[..., tuple[ClippedSums, Array, PyTree]]
-"""A function from a microbatch to its sums, losses and aux."""
+StepResult: TypeAlias = tuple[ClippedSums, Array, PyTree]  # Sums, losses, and aux.
+Step: TypeAlias = Callable[..., StepResult]  # A function of a microbatch.
 
 
 def scan_microbatches(
-    step: Step, batch: PyTree, examples: int, size: int | None, zeros: RunningSums
-) -> tuple[ClippedSums, Array, PyTree]:
+    step: Step, batch: PyTree, examples: int, size: int | None, zeros: ClippedSums
+) -> StepResult:
     """Sums a batch `[examples, ...]`, and returns losses and aux in the order of the batch.
 
     `size` is the number of examples in a microbatch. If None, all examples are used.
@@ -239,12 +217,12 @@ def scan_microbatches(
     if size == examples:
         return step(batch)
 
-    def sum_and_stack(batch: PyTree) -> tuple[RunningSums, PyTree]:
+    def sum_and_stack(batch: PyTree) -> tuple[ClippedSums, PyTree]:
         sums, losses, aux = step(batch)
-        return RunningSums(*sums[:-1]), (sums.norms, losses, aux)
+        return sums._replace(norms=None), (sums.norms, losses, aux)
 
     running, (norms, losses, aux) = scan_examples(sum_and_stack, batch, examples, size, zeros)
-    return ClippedSums(norms=norms, **running._asdict()), losses, aux
+    return running._replace(norms=norms), losses, aux
 
 
 def scan_examples(
@@ -277,9 +255,7 @@ def scan_examples(
     return running, ordered
 
 
-def retry_separately(
-    step: Step, zeros: RunningSums, batch: tuple[PyTree, Array]
-) -> tuple[ClippedSums, Array, PyTree]:
+def retry_separately(step: Step, zeros: ClippedSums, batch: tuple[PyTree, Array]) -> StepResult:
     """Runs a step, and processes examples separately if this makes more examples finite."""
     # XLA uses convolutions that multiply elements of an example by zeros from the rest of the batch
     # (as of JAX 0.10.2), so a single non-finite example could drop all examples. The first results
@@ -290,7 +266,7 @@ def retry_separately(
         return together
     are_finite = _are_finite(lax.stop_gradient(together[0].norms), examples)  # bool[examples]
 
-    def run_separately() -> tuple[ClippedSums, Array, PyTree]:
+    def run_separately() -> StepResult:
         separate = scan_microbatches(step, batch, examples, 1, zeros)
         separate = meshes.retyped_like(together, separate)
         helps = jnp.any(_are_finite(separate[0].norms, examples) & ~are_finite)  # bool[]

@@ -15,7 +15,6 @@ import optaxclip.per_example._ghost_sites as sites
 from optaxclip._backend.global_view import global_view
 from optaxclip._base.numerics import reciprocal_pow2
 from optaxclip._base.trees import FlatTree, Grouping
-from optaxclip._base.types import PyTree
 from optaxclip._engine.measure import ScaledNorms
 from optaxclip._engine.scale import Multiplier
 from optaxclip.per_example._batched_clip import (
@@ -26,15 +25,14 @@ from optaxclip.per_example._batched_clip import (
     sum_dtype,
     sums_specs,
 )
-from optaxclip.per_example._example_loss import RunningSums
+from optaxclip.per_example._example_loss import StepResult
 from optaxclip.per_example._ghost_norms import Estimate, bound_norms
 from optaxclip.per_example._ghost_plan import GhostNormPlan, add_direct_gradients, differentiate
 from optaxclip.per_example._ghost_sites import BackpropResult
 from optaxclip.per_example._ghost_sums import compute_weighted_sum
 from optaxclip.responses import Response
 
-Key = tuple[int, int]
-"""The position of a parameter, and of one of its terms."""
+Key = tuple[int, int]  # The position of a parameter, and of one of its terms.
 
 
 def check_scope(grouping: Grouping, one: FlatTree) -> None:
@@ -54,7 +52,7 @@ def compute_clipped_sums(
     thresholds: list[Array],
     response: Response,
     batch: tuple[Any, Array],
-) -> tuple[ClippedSums, Array, PyTree]:
+) -> StepResult:
     """Computes the clipped sums, the losses, and aux of a microbatch."""
     examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
@@ -71,7 +69,7 @@ def compute_clipped_sums(
 
 def compute_norms(
     plan: GhostNormPlan, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
-) -> tuple[ClippedSums, Array, PyTree]:
+) -> StepResult:
     """Computes the norms, the losses, and aux of a microbatch."""
     examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
@@ -85,7 +83,7 @@ def compute_norms(
             is_any = jnp.any(norms.any_needs_exact)
             upper = lax.cond(is_any, norms.recompute_exact, lambda: norms.upper)
         arranged = arrange_example_norms([own.norm for own in upper], is_padding, grouping)
-        return ClippedSums(*RunningSums.empty(), arranged)
+        return ClippedSums.of_norms(arranged)
 
     return bound_batch(backward, is_padding), *backward.outputs
 

@@ -81,8 +81,8 @@ class ParamSlice:
         return dataclasses.replace(self, loops=(*self.loops, is_sliced), interval=interval)
 
 
+# The references of a variable: several for a concatenation, and none for data.
 References = tuple[ParamSlice, ...]
-"""The references of a variable: several for a concatenation, and none for data."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -25,11 +25,10 @@ from optaxclip.norms import l2
 from optaxclip.per_example._example_loss import scan_examples
 from optaxclip.per_example._ghost_sites import BackpropResult, ParamUse, Sizes
 
+# The approximate number of bytes in a chunk, which fits into the caches of a CPU.
 CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
-"""The approximate number of bytes of a chunk, which on a CPU fits into its caches."""
-
+# The maximum number of positions for which rows are summed by a product with zeros and ones.
 MAX_ONE_HOT_POSITIONS = 128
-"""The maximum number of positions for which rows are summed by a product with zeros and ones."""
 
 NormMethod = Literal[
     "vectors",  # The product of two norms, for a single position.

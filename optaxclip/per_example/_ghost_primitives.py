@@ -16,17 +16,15 @@ from jax.core import eval_jaxpr
 
 from optaxclip._base.programs import is_literal, make_program
 
+# Primitives that do not move elements.
 IDENTITY_PRIMITIVES = frozenset(
     {"convert_element_type", "copy", "copy_p", "sharding_constraint", "reshard", "mesh_cast"}
 )
-"""Primitives that do not move elements."""
-
+# Primitives that only move or remove elements of their operand.
 RESHAPE_PRIMITIVES = IDENTITY_PRIMITIVES | {
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev"),
     *("slice", "split"),
 }
-"""Primitives that only move or remove elements of their operand."""
-
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
 SCAN, CONCATENATE, STOP_GRADIENT = "scan", "concatenate", "stop_gradient"

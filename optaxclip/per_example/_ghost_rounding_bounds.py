@@ -70,20 +70,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-PRODUCT = 8
-"""The number of roundings that are allowed for the error of a product."""
-
+PRODUCT = 8  # The number of roundings that are allowed for the error of a product.
+# The maximum relative error of a float32 number as a sum of two bfloat16 numbers of 8 bits.
 OTHER_ERRORS = 2.0**-16
-"""The maximum relative error of a float32 number as a sum of two bfloat16 numbers of 8 bits."""
-
-ROUNDED = 2.0**-8 + 2.0**-15
-"""The maximum relative error of a number that is rounded to bfloat16."""
-
-CANCELLED = 2.0**-10
-"""The minimum fraction of `A` from which factors are computed."""
-
+ROUNDED = 2.0**-8 + 2.0**-15  # The maximum relative error of rounding to bfloat16.
+CANCELLED = 2.0**-10  # The minimum fraction of `A` from which factors are computed.
+# Norms whose relative `cancellation_error` exceeds this threshold are computed from gradients.
 CANCELLATION_LIMIT = 0.135
-"""Norms with a relative `cancellation_error` above this limit are computed from gradients."""
 
 
 def relative_error(count: int, unit: float) -> float:

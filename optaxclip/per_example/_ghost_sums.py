@@ -30,8 +30,8 @@ from optaxclip.per_example._ghost_norms import (
 )
 from optaxclip.per_example._ghost_sites import Axes, BackpropResult, ParamUse
 
+# The maximum product of data, cotangents, and factors for extreme examples of a convolution.
 _LARGEST = 2.0**70
-"""The maximum product of data, cotangents, and factors for extreme examples of a convolution."""
 
 
 def compute_weighted_sum(

@@ -41,7 +41,7 @@ class GradNorms:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Returns the norms and losses, and aux if `has_aux` is True."""
         roles = LossArguments.split(args, self.argnums, self.batch_argnums)
-        loss = example_loss.ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
+        loss = example_loss.ExampleLoss(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(None, loss.examples))  # [examples, ...]
         measured = loss.local_params(batch, self.specs)
         program, output = loss.program(measured)
@@ -53,7 +53,7 @@ class GradNorms:
             step = functools.partial(compute_norms, plan, measured, grouping)
         else:
             step = functools.partial(_microbatch_norms, loss, measured, grouping)
-        zeros = meshes.pvary_like(batch, example_loss.RunningSums.empty())
+        zeros = meshes.pvary_like(batch, ClippedSums.of_norms())
         if example_loss.mixes_examples(program.jaxpr):
             step = functools.partial(example_loss.retry_separately, step, zeros)
         sums, losses, aux = example_loss.scan_microbatches(step, batch, loss.examples, size, zeros)
@@ -154,7 +154,7 @@ def _microbatch_norms(
     grad_fn = jax.value_and_grad(loss, has_aux=True)
     results, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
     norms = compute_example_norms(leaves, is_padding, grouping=grouping)  # f32[size, ...]
-    return ClippedSums(*example_loss.RunningSums.empty(), norms), *results
+    return ClippedSums.of_norms(norms), *results
 
 
 def explain(
@@ -198,7 +198,7 @@ def explain(
     """
     has_aux = check_bool(has_aux, "has_aux")
     roles = LossArguments.split(args, *check_argnums(argnums, batch_argnums))
-    loss = example_loss.ExampleLoss.create(loss_fn, has_aux, roles, keywords)
+    loss = example_loss.ExampleLoss(loss_fn, has_aux, roles, keywords)
     measured = loss.params.inexact_leaves()
     plan = GhostNormPlan.create(*loss.program(measured), len(measured))
     return _format_plan(plan, loss.params.names())
