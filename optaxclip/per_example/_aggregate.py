@@ -77,13 +77,12 @@ def per_example_clip_and_aggregate(
 
     The transformation must be the first stage of a chain. Like
     `optax.contrib.differentially_private_aggregate`, it requires gradients with a leading example
-    axis. See `clip_sum` for its guarantees. Do not wrap it in `optax.MultiSteps`, which passes
-    means without examples. For microbatches, use `clipped_grad` and `noisy_mean` instead.
+    axis. Do not wrap it in `optax.MultiSteps`, which passes means without examples. For
+    microbatches, use `clipped_grad` and `noisy_mean` instead. `clip_sum` explains the guarantees.
 
-    The noise is Gaussian, and its standard deviation is `noise_multiplier` times the threshold. It
-    is drawn and added in float32 or wider before the results are rounded to the dtypes of the
-    updates. Note that JAX's random generators are not cryptographic. `optaxclip.per_example` shows
-    how to compute the privacy of a run.
+    The noise is Gaussian, in float32 or wider, and its standard deviation is `noise_multiplier`
+    times the threshold. The results are then rounded to the dtypes of the updates. Note that JAX's
+    random generators are not cryptographic.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
@@ -93,14 +92,14 @@ def per_example_clip_and_aggregate(
         quantile threshold must exceed half the noise multiplier. The noise on the sum is then
         larger (see `adjust_noise_multiplier`).
       noise_multiplier: The ratio of the standard deviation of the noise to the threshold. If it is
-        0, there is no noise, and the results are not private.
+        0, the results are not private.
       key: A key from `jax.random`, or an int from which `jax.random.key` creates one. It is
-        required for noise. If you serialize the state with `flax.serialization.to_bytes`, pass
-        `jax.random.PRNGKey(seed)` because Flax cannot store typed keys. If you use
-        `optax.inject_hyperparams` without a key, also pass `static_args=("noise_multiplier",)`.
+        required for noise. Flax's `to_bytes` cannot store typed keys. If you use it, pass
+        `jax.random.PRNGKey(seed)`. If you use `optax.inject_hyperparams` without a key, also pass
+        `static_args=("noise_multiplier",)`.
       reduction: "mean" (the default) or "sum".
-      batch_size: The divisor of the mean. Defaults to the number of examples that are not padding.
-        For Poisson sampling, use the expected number because the actual number is not private.
+      batch_size: The divisor of the mean. Defaults to the number of examples without padding. For
+        Poisson sampling, use the expected number because the actual number is not private.
       scope: A scope that defines which elements of an example share a norm. Defaults to all
         elements.
       response: The response to a norm above its threshold, as in `clip_sum`.

@@ -53,18 +53,18 @@ class PerExampleResult(NamedTuple):
 
     Attributes:
       grads: The tree of sums, in float32 or wider.
-      num_clipped: int32, the number of examples in which a group exceeded its threshold by more
-        than rounding. The shape is `[]` for the scope `tree`, and `[groups]` for labels and leaves.
-        For `axes` and `unit`, it is a dict of arrays.
-      num_dropped: int32[], the number of examples excluded because they, or the threshold, were
-        non-finite. They count as neither clipped nor unclipped.
-      norms: The norms of the examples before clipping, in float32 or wider. They have the structure
-        of `num_clipped` and a leading example axis. The norms of padding are 0.
+      num_clipped: The number of examples in which a group exceeded its threshold by more than
+        rounding, int32[] for the scope `tree`, int32[groups] for labels and leaves, and a dict of
+        arrays for `axes` and `unit`.
+      num_dropped: int32[], the number of non-finite examples, which are excluded. They count as
+        neither clipped nor unclipped.
+      norms: The norms of the examples before clipping, in float32 or wider, in the structure of
+        `num_clipped` with a leading example axis. The norms of padding are 0.
       num_unclipped: int32[], the number of examples in which no group exceeded its threshold.
       losses: The losses `[examples]`, from `clipped_grad`.
       aux: The auxiliary output of the loss with a leading example axis, from `clipped_grad`.
-      bound: The maximum norm of an example's contribution to `grads`, `[]`, in float32 or wider,
-        which `noisy_mean` uses. None in manually created results.
+      bound: The maximum norm of an example's contribution to `grads`, `[]`, in float32 or wider.
+        None in manually created results.
     """
 
     grads: PyTree

@@ -154,15 +154,14 @@ def clip_sum(
         `float0` leaves are returned as zeros without the example axis.
       threshold: The maximum L2 norm of an example's contribution. A number or scalar array is
         divided between the groups according to `split`. A dict maps group names to their
-        thresholds. Traced thresholds that are negative, or below the smallest normal number
-        (1.2e-38 in float32), are treated as 0. If a traced threshold is NaN, all examples are
-        dropped.
+        thresholds. Traced thresholds that are negative or subnormal (below 1.2e-38 in float32) are
+        treated as 0. If a traced threshold is NaN, all examples are dropped.
       scope: A scope from `optaxclip.scopes`, which defines which elements of an example share a
         norm. Defaults to all elements.
       response: "clip", "normalize", "smooth", "auto_s", or a function (see `optaxclip.responses`).
         The returned norms are clipped to the range from 0 to the threshold.
-      split: If "uniform", each of `K` groups has the threshold `threshold / sqrt(K)`. If "size", a
-        group with `D_i` of `D` elements has the threshold `threshold * sqrt(D_i / D)`.
+      split: If "uniform", the threshold of each of `K` groups is `threshold / sqrt(K)`. If "size",
+        the threshold of a group with `D_i` of `D` elements is `threshold * sqrt(D_i / D)`.
       is_padding: bool `[examples]`, True for padding, which contributes nothing. Defaults to no
         padding.
       specs: A `PartitionSpec`, or a pytree prefix of the gradients with such specs. It is required
@@ -198,10 +197,8 @@ def per_example_global_norm_clip(
 ) -> tuple[PyTree, Array]:
     """Clips examples by their global norms and sums them, like Optax's function of this name.
 
-    Unlike Optax's function, it enforces the bound in all dtypes and drops non-finite examples. See
-    `clip_sum`, which also returns the number of dropped examples.
-
-    Source: Abadi et al., 2016, arXiv 1607.00133.
+    Unlike Optax's function, it enforces the bound in all dtypes and drops non-finite examples, like
+    `clip_sum` (Abadi et al., 2016, arXiv 1607.00133).
 
     Args:
       grads: Leaves `[examples, ...]`. Integers are summed as float32.
@@ -237,9 +234,9 @@ def per_example_layer_norm_clip(
 
     Args:
       grads: Leaves `[examples, ...]`. Integers are summed as float32.
-      global_l2_norm_clip: The maximum norm `C` of an example.
-      uniform: If True, each of `K` leaves has the threshold `C / sqrt(K)`. If False, a leaf with
-        `D_i` of `D` elements has the threshold `C * sqrt(D_i / D)`.
+      global_l2_norm_clip: The maximum norm of an example.
+      uniform: If True, splits the threshold like `split="uniform"` in `clip_sum`. If False, like
+        "size".
       specs: The specs of the gradients, as in `clip_sum`.
 
     Returns:

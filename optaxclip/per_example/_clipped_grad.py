@@ -132,8 +132,8 @@ def clipped_grad(
     sharded batch is never gathered. Norms, losses, and aux are in the order of the batch.
 
     Under `jit`, the sum covers the whole batch even if it is sharded, which requires all-reduces in
-    each microbatch. Inside `shard_map`, parameters must be replicated, and the results only cover
-    the local shard. Apply `psum` to the sums and counts afterwards.
+    each microbatch. Inside `shard_map`, the results only cover the local shard. Apply `psum` to the
+    sums and counts afterwards.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
@@ -158,16 +158,14 @@ def clipped_grad(
         gradient is larger than its activations. It only supports norms of whole leaves. Its norms
         are upper bounds, so examples may be clipped slightly below the threshold, or far below it
         if the contributions of their tokens or pixels nearly cancel (to a thousandth).
-      specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`, where types
-        do not contain the sharding. They must be `PartitionSpec()` because sharded parameters are
-        rejected.
+      specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`. They must be
+        `PartitionSpec()` because sharded parameters are rejected.
 
     Returns:
       A `ClippedGrad`, which is a function `(*args, is_padding=None, **keywords) ->
       PerExampleResult` of the arguments of `loss_fn`. `is_padding` is bool `[examples]`. Keyword
-      arguments are shared by all examples. Its method `sensitivity` returns the maximum change of
-      the sum due to one example. If you use microbatches, call the function inside `jax.jit`.
-      Otherwise, every call recompiles the loop.
+      arguments are shared by all examples. If you use microbatches, call the function inside
+      `jax.jit`. Otherwise, every call recompiles the loop.
 
     Raises:
       ValueError: If an argument is out of its range. Also raised by the returned function if the

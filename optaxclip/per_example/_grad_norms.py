@@ -89,10 +89,8 @@ def grad_norms(
     are about 1e-6 too large if parameters are used at a single position, and between 1e-4 and 4e-3
     for 16 to 4096 positions (tokens or pixels). Unless positions cancel, they are at most 1% too
     large. Note that `jax.grad` rounds gradients to the dtype of the layer. If the loss casts
-    float32 parameters to bfloat16, the norm of its gradient may be larger by 3e-4.
-
-    Products for norms and sums use the highest precision, even on GPUs and TPUs. The products of
-    the loss use the precision that the loss specifies.
+    float32 parameters to bfloat16, the norm of its gradient may be larger by 3e-4. Products for
+    norms use the highest precision, even on GPUs and TPUs.
 
     Sources: Goodfellow, 2015, arXiv 1510.01799; Li, Tramèr, Liang, and Hashimoto, 2021, arXiv
     2110.05679 ("ghost clipping"); Bu, Wang, Zha, and Karypis, 2022, arXiv 2210.00038.
@@ -115,8 +113,8 @@ def grad_norms(
       A function `(*args, **keywords) -> (norms, losses)`, or `(norms, losses, aux)`, of the
       arguments of `loss_fn`. The norms are float32 or wider, `[examples]`, or `[examples, groups]`
       in the order of the group names. For the scopes `axes` and `unit`, they are a dict of arrays.
-      Examples with non-finite gradients have NaN or infinite norms. If you use microbatches, call
-      the function inside `jax.jit`.
+      Norms of non-finite gradients are NaN or infinite. If you use microbatches, call the function
+      inside `jax.jit`.
 
     Raises:
       ValueError: If an argument is out of its range. Also raised by the returned function as in
@@ -169,8 +167,7 @@ def explain(
 
     Args:
       loss_fn: The loss of one example.
-      args: The arguments of the loss. `jax.ShapeDtypeStruct`s can replace arrays because nothing is
-        computed.
+      args: The arguments of the loss, or a `jax.ShapeDtypeStruct` instead of an array.
       argnums: The positions of the arguments to differentiate.
       batch_argnums: The positions of the arguments with a leading example axis, as in `grad_norms`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.

@@ -39,10 +39,10 @@ def noisy_mean(
 ) -> PyTree:
     """Computes a private gradient by adding noise to a sum and dividing by the batch size.
 
-    The noise is Gaussian. Its standard deviation is `noise_multiplier` times the sensitivity, which
-    is the bound in `result`, or twice that bound if neighboring data sets differ by a replaced
-    example. Pass the sum over all microbatches because noise must be added only once. It is drawn
-    and added in float32 or wider. Note that JAX's random generators are not cryptographic.
+    The noise is Gaussian, in float32 or wider. Its standard deviation is `noise_multiplier` times
+    the sensitivity: the bound in `result`, or twice that bound if neighboring data sets differ by a
+    replaced example. Pass the sum over all microbatches because noise must be added only once. Note
+    that JAX's random generators are not cryptographic.
 
     Inside `shard_map`, pass the sum over all devices,
     `result._replace(grads=jax.lax.psum(result.grads, "x"))`, and use the same key on all devices.
@@ -54,11 +54,9 @@ def noisy_mean(
     Args:
       result: The result of `clipped_grad` or `clip_sum` for the whole batch.
       noise_multiplier: The ratio of the noise's standard deviation to the sensitivity, as used by
-        accountants (see `optaxclip.per_example`). If it is 0, there is no noise, and the result is
-        not private.
-      key: A key from `jax.random`. Use a new key on every step because equal noise on two steps
-        cancels in their difference. Pass it to compiled functions as an argument. It can be None if
-        `noise_multiplier` is the number 0.
+        accountants. If it is 0, the result is not private.
+      key: A key from `jax.random`, which must be new on every step because equal noise on two steps
+        cancels in their difference. It can be None if `noise_multiplier` is the number 0.
       batch_size: The divisor of the sum, at least 1. For Poisson sampling, use the expected number
         of examples because the actual number is not private.
       relation: The relation between neighboring data sets, as in `ClippedGrad.sensitivity`.
@@ -216,7 +214,7 @@ class QuantileThreshold(NamedTuple):
           num_unclipped: The number of examples at or below the threshold, from `PerExampleResult`.
           num_examples: The number of examples in the batch, without padding.
           key: A key for the noise on the count. It can be None if `count_noise` is the number 0.
-          batch_size: The number by which the count is divided, as in `noisy_mean`.
+          batch_size: The divisor of the count, as in `noisy_mean`.
 
         Raises:
           ValueError: If the key is missing although `count_noise` is not 0.
@@ -249,14 +247,13 @@ def quantile_threshold(
     """Adapts the threshold until the target fraction of examples is at or below it.
 
     After every batch, the threshold is multiplied by `exp(-learning_rate * (fraction - target))`.
-    To compute `fraction`, examples at or below the threshold add `+1/2` to a count, examples above
-    it and dropped examples add `-1/2`, and padding adds nothing. The count changes by at most 1/2
-    if an example is added or removed, and by at most 1 if an example is replaced. Noise is added to
-    the count, which is then divided by the batch size. `fraction` is this quotient plus 1/2,
-    clipped to `[0, 1]`.
+    To compute `fraction`, examples at or below the threshold add `+1/2` to a count, and other
+    examples add `-1/2`, so one example changes the count by at most 1/2 if it is added or removed,
+    and by at most 1 if it is replaced. Padding adds nothing. Noise is added to the count, which is
+    then divided by the batch size. `fraction` is this quotient plus 1/2, clipped to `[0, 1]`.
 
     The count also uses privacy budget, so the sum of the gradients requires more noise (see
-    `adjust_noise_multiplier`). `per_example_clip_and_aggregate` adds this noise automatically.
+    `adjust_noise_multiplier`). `per_example_clip_and_aggregate` adds it automatically.
 
     Source: Andrew, Thakkar, McMahan, and Ramaswamy, 2019, arXiv 1905.03871.
 
@@ -268,8 +265,8 @@ def quantile_threshold(
         the number of examples in a batch.
       geometric: If True (the default), the threshold is multiplied as above. If False, the exponent
         is added to the threshold.
-      min_threshold: The minimum threshold. If `geometric` is True, an `init_threshold` of 0 stays
-        0, and positive thresholds stay within the normal range of float32.
+      min_threshold: The minimum threshold. If it is 0 and `geometric` is True, an `init_threshold`
+        of 0 stays 0, and positive thresholds stay positive.
       max_threshold: The maximum threshold.
 
     Returns:
@@ -304,18 +301,15 @@ def adjust_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike)
 
     The multiplier is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum
     with this multiplier and the count with `count_noise` is as private as releasing only the sum
-    with `noise_multiplier`. The factor is 2 because an added example changes the count by at most
-    1/2 (see `quantile_threshold`), but changes the sum by up to one threshold.
-
-    Source: Andrew et al., 2019, arXiv 1905.03871, theorem 1.
+    with `noise_multiplier` (Andrew et al., 2019, arXiv 1905.03871, theorem 1). The factor is 2
+    because an added example changes the count by at most 1/2 (see `quantile_threshold`).
 
     Args:
       noise_multiplier: The multiplier that is passed to the accountant.
       count_noise: The standard deviation of the noise on the count.
 
     Returns:
-      The multiplier, float32[]. It is infinite if a traced `noise_multiplier` is not below `2 *
-      count_noise`.
+      The multiplier, float32[], which is infinite if a traced `noise_multiplier` is too large.
 
     Raises:
       ValueError: If `noise_multiplier` is not below `2 * count_noise`, unless it is 0.
