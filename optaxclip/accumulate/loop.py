@@ -130,10 +130,7 @@ class _Accumulation:
     def _loss_and_grad(
         self, microbatch: tuple[Any, ...]
     ) -> tuple[Array, Array, list[Array], PyTree]:
-        """Computes the loss, weight, gradient, and aux of a microbatch.
-
-        If the sums over devices are deferred, the results only cover this device's part.
-        """
+        """Computes the loss, weight, gradient, and aux of a microbatch, or of a device's part."""
         sharding, dtype = self.processor.sharding, self.loss.dtype
         weight = self.loss.call_weight(microbatch, self.split.size)
 
@@ -163,15 +160,11 @@ class _Accumulation:
 
 
 class _Means(NamedTuple):
-    """Weighted means of gradients.
-
-    `weight` is the sum of the weights divided by a power of two near the largest weight. The plain
-    sum could overflow.
-    """
+    """Weighted means of gradients, with a scaled sum of the weights that cannot overflow."""
 
     leaves: list[Array]
-    weight: Array  # []
-    largest: Array  # []
+    weight: Array  # [], the sum divided by a power of two near the largest weight
+    largest: Array  # [], the largest weight
 
     def add(self, leaves: list[Array], weight: Array) -> "_Means":
         """Adds a weighted gradient. The means stay finite if all gradients are finite."""

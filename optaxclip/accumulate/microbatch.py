@@ -92,24 +92,19 @@ class DataSharding:
         return meshes.psum(self.vary(x, axes), axes)
 
     def get_axes_to_psum(self, params: FlatTree, axes: Axes) -> list[Axes]:
-        """Returns the axes over which the gradients of the leaves must still be summed.
-
-        Axes that shard a leaf are excluded because the transpose of its all-gather sums over them.
-        """
+        """Returns the axes over which the gradients of the leaves must still be summed."""
         if meshes.has_vma_tracking():
             return [axes - meshes.varying_axes(x) for x in params.inexact_leaves()]
         if self.specs is None:
             return [axes] * len(params.inexact_indices)
+        # The transpose of an all-gather already sums over the axes that shard a leaf.
         given = broadcast_prefix(self.specs, params, "specs")
         return [axes - meshes.axes_of(as_spec(spec)) for spec in given]
 
     def get_deferred_psum_axes(self, params: FlatTree, batch: PyTree) -> Axes:
-        """Returns the axes over which gradients can be summed once, after the last microbatch.
-
-        There are none if an axis of the batch also shards a leaf because that leaf's gradient is
-        summed for each microbatch.
-        """
+        """Returns the axes over which gradients can be summed once, after the last microbatch."""
         axes = self.axes_of(*jax.tree.leaves(batch))
+        # Gradients of leaves that are sharded along these axes are summed for each microbatch.
         can_wait = all(over == axes for over in self.get_axes_to_psum(params, axes))
         return axes if can_wait else Axes()
 

@@ -99,13 +99,9 @@ def compute_clipped_sums(
     *,
     grouping: Grouping,
     response: Response,
-    are_inputs: bool = False,
+    are_inputs: bool = False,  # True if the leaves are not computed in the same program.
 ) -> ClippedSums:
-    """Clips the examples of leaves `[examples, ...]` and sums the results.
-
-    The thresholds `[*group]` apply to the groups of one example. Set `are_inputs` if the leaves are
-    not computed in the same program.
-    """
+    """Clips the examples of leaves `[examples, ...]` to thresholds `[*group]`, and sums them."""
     # Without this cast, rounding could increase a norm above its threshold.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]  # [examples, ...]
     # Arrays in memory already have this order. XLA on CPUs would still copy them, which triples the
@@ -162,15 +158,11 @@ def compute_example_multipliers(
     thresholds: list[Array],
     is_padding: Array,
     *,
-    margin: float,
+    margin: float,  # The epsilon of the dtype in which leaves are multiplied.
     grouping: Grouping,
     response: Response,
 ) -> tuple[list[Multiplier], ClippedSums]:
-    """Computes the multipliers `[examples, *group]`, and the `ClippedSums` without leaves.
-
-    The ratios of excluded examples are 0. `margin` is the epsilon of the dtype in which leaves are
-    multiplied.
-    """
+    """Computes the multipliers `[examples, *group]`, and the `ClippedSums` without leaves."""
     rows = zip(thresholds, measured, strict=True)
     # [*group] -> [examples, *group]
     thresholds = [jnp.broadcast_to(threshold[None], norms.norm.shape) for threshold, norms in rows]
@@ -247,10 +239,7 @@ _scale = functools.partial(scale, strict=False, zero_nonfinite=True)
 def compute_weighted_sums(
     leaves: list[Array], by_leaf: list[Multiplier], axes: LeafAxes
 ) -> list[Array]:
-    """Multiplies leaves `[examples, ...]` by their multipliers and sums over the examples.
-
-    Examples with a ratio of 0 add nothing, even if they are non-finite.
-    """
+    """Sums leaves `[examples, ...]` times their multipliers, without examples whose ratio is 0."""
     if not leaves or leaves[0].shape[0] == 0:
         return [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
     if not meshes.manual_axes() and not meshes.is_unsharded(leaves):

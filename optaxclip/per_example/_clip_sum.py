@@ -51,11 +51,7 @@ class ExampleClip(NamedTuple):
         return cls(threshold, scope, as_response(response), checked_split)
 
     def compute_thresholds(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
-        """Returns the groups of an example, their thresholds `[*group]`, and the threshold `[]`.
-
-        The last threshold bounds the norm of the whole example. Thresholds are float64 if a leaf is
-        64-bit, and float32 otherwise.
-        """
+        """Returns the groups, their thresholds `[*group]`, and the threshold `[]` of an example."""
         grouping = self.scope(one)
         dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.inexact_leaves()})
         if isinstance(self.threshold, Mapping):

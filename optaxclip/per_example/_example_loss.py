@@ -1,8 +1,4 @@
-"""The loss of one example, its program, and the sums over the microbatches of a batch.
-
-`ExampleLoss` calls the user's loss and traces its program. Other functions check whether `vmap`
-mixes examples in this program, and sum the results of microbatches.
-"""
+"""The loss of one example, its program, and the sums over the microbatches of a batch."""
 
 import dataclasses
 import functools
@@ -76,10 +72,7 @@ class ExampleLoss:
         return meshes.pvary_like(batch, self.params.inexact_leaves())
 
     def program(self, measured: list[Any]) -> tuple[Any, Any]:
-        """Traces the loss, and checks that examples do not depend on the rest of the batch.
-
-        Returns the program of the parameters and one example, and the types of its output.
-        """
+        """Traces and checks the program of the parameters and one example, and its output types."""
         traced, trace = [], jax.make_jaxpr(self, return_shape=True)
         # `vmap` gives the example the type that it has in the actual call.
         append = jax.vmap(lambda x: traced.append(trace(measured, x)), axis_size=self.examples)
@@ -132,10 +125,7 @@ def mixes_examples(program: Any) -> bool:
 
 
 def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
-    """Checks that random bits of an example do not depend on the key of another example.
-
-    `depends` are flags of the inputs that depend on the example. Returns flags of the outputs.
-    """
+    """Checks that random bits only depend on an example's own key, from flags of the inputs."""
     dependent = {v for v, flag in zip(program.invars, depends, strict=True) if flag}
 
     def read_flags(atoms: Sequence[Any]) -> list[bool]:
@@ -209,10 +199,7 @@ Step: TypeAlias = Callable[..., StepResult]  # A function of a microbatch.
 def scan_microbatches(
     step: Step, batch: PyTree, examples: int, size: int | None, zeros: ClippedSums
 ) -> StepResult:
-    """Sums a batch `[examples, ...]`, and returns losses and aux in the order of the batch.
-
-    `size` is the number of examples in a microbatch. If None, all examples are used.
-    """
+    """Sums a batch `[examples, ...]`, and returns losses and aux in the order of the batch."""
     size = min(size or examples, examples)
     if size == examples:
         return step(batch)
@@ -232,10 +219,7 @@ def scan_examples(
     size: int,
     zeros: Any,
 ) -> tuple[Any, PyTree]:
-    """Scans over microbatches, for a step from a microbatch to sums and results `[size, ...]`.
-
-    Returns the total of the sums, and the results in the order of the batch.
-    """
+    """Scans over microbatches, and returns the total of the sums, and results `[examples, ...]`."""
     count, rest = divmod(examples, size)
     split = MicrobatchSplit.split(batch, size, count)
 

@@ -1,8 +1,4 @@
-"""Traces parameters through the program of a loss, and evaluates the program with taps.
-
-`ParamTracker` finds the sites of a program, the operations that combine parameters with data.
-`evaluate` runs the program, returns the data of all sites, and adds taps to their outputs.
-"""
+"""Finds the sites of a program, which combine parameters with data, and evaluates it with taps."""
 
 import dataclasses
 import functools
@@ -144,10 +140,7 @@ class ParamTracker:
         lengths: tuple[int, ...] = (),
         is_checkpointed: bool = False,
     ) -> tuple[Program, list[References]]:
-        """Traces a program inside loops of these lengths, from the references of its inputs.
-
-        Returns the program with its sites, and the references of its outputs.
-        """
+        """Traces a program from the references of its inputs, and returns those of its outputs."""
         env: dict[Any, References] = dict(zip(jaxpr.invars, references, strict=True))
         steps: list[Step] = []
         sites: list[MatmulSite] = []
@@ -284,11 +277,7 @@ _tap.defvjp(lambda y, _: (y, None), lambda _, dy: (dy, dy))
 def evaluate(
     program: Program, values: Sequence[Any], taps: Sequence[Array]
 ) -> tuple[list[Any], list[Any]]:
-    """Evaluates a program, and returns its outputs and the data of its sites.
-
-    Taps `[*loops, *output]` have the shapes of the sites' outputs. Their cotangents are the
-    cotangents of these outputs.
-    """
+    """Evaluates a program with taps `[*loops, *output]`, and returns its outputs and site data."""
     jaxpr = program.jaxpr
     env = dict(zip(jaxpr.constvars, program.consts, strict=True))
     env |= dict(zip(jaxpr.invars, values, strict=True))

@@ -132,10 +132,7 @@ class NormTerm:
         return jnp.minimum(error, total)
 
     def _bound_error(self, by_group: Array, additions: int, unit: float) -> tuple[Array, Array]:
-        """Returns the maximum error of a sum over positions, and `A` of `rounding_bounds`.
-
-        `by_group` is the sum of `|x| |d|` over the positions of a group, `[B, G]`.
-        """
+        """Returns the error of a sum over positions, and `A`, from sums of `|x| |d|`, `[B, G]`."""
         groups, positions, inputs, outputs = self.sizes
         slack = 1 + rounding_bounds.relative_error(positions + 2, unit)
         total = bound_norms(by_group, (1,), by_group.dtype) * slack  # [B, G] -> [B]
@@ -245,11 +242,8 @@ class NormTerm:
 def _compute_table_terms(
     x: Array, d: Array, cotangent_norms: Array, table: tuple[Array, Array], unit: float
 ) -> tuple[Array, Array, Array]:
-    """Computes the terms of the rows of a table that is also a factor of products.
-
-    Data `x` and cotangents `d` belong to the products. Returns terms of the sums of norms, `[B,
-    1]`, of the squared norms, `[B]`, and of their errors, `[B]`.
-    """
+    """Returns terms of a table for norms, `[B, 1]`, squared norms, `[B]`, and their errors."""
+    # Data `x` and cotangents `d` belong to the products of the same table.
     (ids, rows), dtype = table, cotangent_norms.dtype  # i32[B, 1, S], [B, 1, S, N]
     row_norms = bound_norms(rows, (3,), dtype)  # [B, 1, S]
     summed, by_row = _sum_by_row(ids, rows, dtype)  # [B, 1, S, N], [B, 1, S]
@@ -346,10 +340,8 @@ def _join_forms(forms: list[Any]) -> tuple[Array, Array]:
 
 
 def _sum_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
-    """Sums cotangents `[B, G, T, N]` with equal row indices `[B, G, T]`, and their norms.
-
-    The sums `[B, G, T, N]` and `[B, G, T]` are at one of the positions of the row.
-    """
+    """Sums cotangents `[B, G, T, N]` with equal row indices `[B, G, T]`, and their norms."""
+    # The sums `[B, G, T, N]` and `[B, G, T]` are at one of the positions of their row.
     norms = bound_norms(d, (3,), dtype)  # [B, G, T]
     if ids.shape[-1] <= MAX_ONE_HOT_POSITIONS:
         is_same = ids[..., :, None] == ids[..., None, :]  # bool[B, G, T, T]

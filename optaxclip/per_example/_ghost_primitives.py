@@ -108,12 +108,9 @@ def concatenated_intervals(eqn: Any) -> tuple[int, list[tuple[int, int]]]:
 
 
 class Product(NamedTuple):
-    """The axes of a `dot_general` of data and weights, the operand with the parameter.
+    """The axes of a `dot_general` of data and weights, the operand with the parameter."""
 
-    Axes are contracted ("sums", in the same order for both operands), batch axes, or free axes.
-    """
-
-    data_sums: tuple[int, ...]
+    data_sums: tuple[int, ...]  # The contracted axes, in the same order for both operands.
     weight_sums: tuple[int, ...]
     data_batch: tuple[int, ...]
     weight_batch: tuple[int, ...]
@@ -136,11 +133,7 @@ def product(eqn: Any, position: int) -> Product | None:
 
 
 def drops_outside(eqn: Any) -> bool | None:
-    """Returns `True` if a gather of rows has no gradient for indices out of range.
-
-    Returns False if it uses the nearest row, and None for other equations. The first axis of the
-    operand indexes rows.
-    """
+    """Returns `True` if a gather of rows ignores indices out of range, None for other equations."""
     if eqn.primitive.name != GATHER or not is_real(eqn.invars[0]):
         return None
     numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
@@ -183,10 +176,7 @@ def move_channels_last(eqn: Any, x: Array, *, is_output: bool) -> Array:
 
 
 def patches(eqn: Any, x: Array) -> Array:
-    """Extracts patches `[any, n, *output positions, window, channels]` for a convolution.
-
-    The pixels are `[any, n, *input positions, 1, channels]`.
-    """
+    """Extracts patches `[any, n, *output positions, window, channels]` for a convolution."""
     same, numbers = (0, 0, 0), eqn.params["dimension_numbers"]
     edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
     around = [(low, high, dilation - 1) for (low, high), dilation in edges]

@@ -73,10 +73,7 @@ class Sizes(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The axes of data and cotangents of a matrix product in the common form.
-
-    In both arrays, loop axes are first, followed by the example axis.
-    """
+    """The axes of data and cotangents in the common form, after the axes of loops and examples."""
 
     data_groups: tuple[int, ...]
     data_positions: tuple[int, ...]
@@ -153,10 +150,7 @@ def _arrange_bgte(
 def pairs_of_convolution(
     use: ParamUse, x: Array, d: Array, map_pixels: Callable[[Array], Array] = lambda x: x
 ) -> tuple[Array, Array]:
-    """Returns data and cotangents of a convolution, like `to_matmul_form`.
-
-    `map_pixels` is applied to pixels `[..., channels]` before they are copied into patches.
-    """
+    """Returns data and cotangents like `to_matmul_form`, with patches of mapped pixels."""
     eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]  # [*loops, B]
     groups = primitives.feature_groups(eqn)
     # [*loops, B, *input] -> [any, *input], [*loops, B, *output] -> [any, *output]
@@ -187,17 +181,14 @@ def _merge_loops(use: ParamUse, x: Array) -> Array:
 
 
 def to_gather_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
-    """Returns row indices `[B, G, T]` of an embedding table, and cotangents `[B, G, T, N]`.
-
-    Indices out of range, which select no row, become the number of rows.
-    """
+    """Returns row indices `[B, G, T]` of an embedding table, and cotangents `[B, G, T, N]`."""
     count = use.weights.shape[0]
     drops = primitives.drops_outside(use.site.eqn)
     lead = d.shape[: len(use.loops) + 1]  # [*loops, B]
     # The dtype of the indices may be too narrow for the rows of the table, or wider than int32.
     last = min(count - 1, int(jnp.iinfo(x.dtype).max))
     ids = jnp.clip(x, 0, last).astype(jnp.int32)
-    if drops:
+    if drops:  # Indices out of range become the number of rows.
         ids = jnp.where((x >= 0) & (x <= last), ids, count)
     ids = ids.reshape(*lead, 1, -1, 1)  # [*loops, B, 1, T, 1]
     d = d.reshape(*lead, 1, ids.shape[-2], math.prod(use.weights.shape[1:]))  # [*loops, B, 1, T, N]

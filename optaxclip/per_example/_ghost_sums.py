@@ -40,13 +40,9 @@ def compute_weighted_sum(
     parts: Sequence[NormTerm],
     by: Multiplier,
     *,
-    are_ordinary: bool,
+    are_ordinary: bool,  # True if data, cotangents, and their products with factors are in range.
 ) -> Array:
-    """Sums the gradients of a parameter times their multipliers `[examples]`.
-
-    Examples with a ratio of 0 add nothing, even if they are non-finite. `are_ordinary` is True if
-    all data, cotangents, and their products with factors are in range.
-    """
+    """Sums the gradients of a parameter times their multipliers `[examples]`."""
     dtype, total = sum_dtype(leaf.dtype), None
     for use, _ in (use for part in parts for use in part.uses):
         used = _sum_use(use, *use.operands(backward), by, dtype, are_ordinary)
@@ -81,12 +77,7 @@ def _sum_use(
 def _rescale_operands(
     use: ParamUse, smaller: Array, larger: Array, is_data_scaled: bool, by: Multiplier, dtype: Any
 ) -> tuple[Array, Array, Multiplier]:
-    """Rescales data and cotangents so that their products with the factors stay in range.
-
-    The larger array is divided by a power of two near its largest element, and the smaller array is
-    multiplied by it, per position of a product or per example of a convolution. The larger array is
-    0 for excluded examples because they may contain NaN.
-    """
+    """Rescales data and cotangents so that their products with the factors stay in range."""
     example = len(use.loops)
     # The axes of data and cotangents that have separate powers.
     pairs = [(example, example)]
@@ -98,10 +89,12 @@ def _rescale_operands(
     smaller_kept, larger_kept = zip(*pairs, strict=True)
     smaller_axes = [axis for axis in range(smaller.ndim) if axis not in smaller_kept]
     larger_axes = [axis for axis in range(larger.ndim) if axis not in larger_kept]
+    # The larger array is divided by powers of two near its largest elements, and the smaller array
+    # is multiplied by them.
     power = floor_pow2(jnp.max(jnp.abs(larger), larger_axes).astype(dtype))  # [*larger_kept]
     ratio = expand_like(by.ratio, larger, example)
     scaled = larger.astype(dtype) * lax.expand_dims(reciprocal_pow2(power), larger_axes)
-    scaled = jnp.where(ratio == 0, ratio.astype(dtype), scaled)
+    scaled = jnp.where(ratio == 0, ratio.astype(dtype), scaled)  # They may contain NaN.
     # The cast is exact because the elements were multiplied by a power of two.
     larger = scaled.astype(larger.dtype) if larger.dtype == jnp.bfloat16 else scaled
     # [*larger_kept] -> [*smaller_kept]
@@ -145,10 +138,7 @@ def _scale_examples(x: Array, by: Multiplier, example: int, dtype: Any) -> Array
 
 
 def _sum_products(use: ParamUse, x: Array, d: Array, dtype: Any, *, summed: bool) -> Array:
-    """Multiplies data and cotangents, `[*sliced loops, *operand]`, without concatenations.
-
-    If `summed` is False, the result has a leading example axis.
-    """
+    """Multiplies data and cotangents, `[*sliced loops, *operand]`, per example unless summed."""
     axes, example = Axes.create(use), len(use.loops)
     over, kept = ((example,), ()) if summed else ((), (example,))
     positions = ((*over, *axes.data_positions), (*over, *axes.positions))
@@ -200,11 +190,8 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
 
 
 def split_float32_to_bfloat16(d: Array) -> Array:
-    """Splits float32 numbers into two bfloat16 numbers, `[2, ...]`.
-
-    The relative error of their sum is at most `rounding_bounds.OTHER_ERRORS`.
-    """
-    high = lax.reduce_precision(d, 8, 7)
+    """Splits float32 numbers into sums of two bfloat16 numbers, `[2, ...]`."""
+    high = lax.reduce_precision(d, 8, 7)  # The error of the sum is at most `OTHER_ERRORS`.
     return jnp.stack([high, lax.reduce_precision(d - high, 8, 7)]).astype(jnp.bfloat16)
 
 
