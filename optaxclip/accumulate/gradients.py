@@ -29,9 +29,7 @@ from optaxclip.thresholds._constant import ScalarOrSchedule
 
 @register_state
 class Accumulated(NamedTuple):
-    """Per-microbatch values, and the state for the next step.
-
-    A batch is split into `k` microbatches. Microbatch `i` contains examples `i`, `i + k`, ...
+    """Values of the `k` microbatches of a batch, and the state for the next step.
 
     Attributes:
       norm: float[k], the global gradient norms before clipping, or NaN if `compute_norms` is False.
@@ -89,8 +87,7 @@ def value_and_grad(
     Under `jit`, a sharded batch stays sharded if the number of devices divides the microbatch size,
     and the sum is sharded like the parameters. Each microbatch requires an all-reduce or
     reduce-scatter of its gradient because its norm is computed across all devices. On GPUs, XLA
-    communicates only once, after the last microbatch, if `compute_norms` is False and `weight` is
-    None.
+    communicates only once, after the last microbatch, if `compute_norms=False` and `weight=None`.
 
     Inside `shard_map`, sizes and weights are per device, and losses that differ between devices are
     averaged with these weights. Even if a device's part of a microbatch has weight 0, its loss must

@@ -13,7 +13,7 @@ from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import scan_on_mesh
 from optaxclip._backend.meshes import Axes
 from optaxclip._base.numerics import divide_by_pow2, divide_no_nan, floor_pow2, norm_dtype
-from optaxclip._base.trees import FlatTree
+from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._loss_arguments import LossArguments, MicrobatchSplit, loss_and_aux
 from optaxclip.accumulate.microbatch import (
@@ -41,7 +41,9 @@ def scan_microbatches(
     if not processor.computes_norms:
         axes = sharding.get_deferred_psum_axes(params, args.batch)
     varying = [sharding.vary(x, axes) for x in leaves]
-    param_norm = processor.compute_param_norm(args.params)
+    param_norm = None
+    if processor.rule is not None and processor.rule.uses_params:
+        param_norm = processor.compute_norm(flatten(args.params, "params"))
     accumulation = _Accumulation(
         loss, processor, args, params, split, axes, varying, dtypes, param_norm
     )

@@ -234,12 +234,6 @@ class MicrobatchProcessor:
         rule = () if self.rule is None else copy_arrays(self.rule.init(jnp.zeros(())))
         return AccumulateState(clip, rule)
 
-    def compute_param_norm(self, params: PyTree) -> Array | None:
-        """Computes the parameter norm if the rule uses it."""
-        if self.rule is None or not self.rule.uses_params:
-            return None
-        return self.compute_norm(flatten(params, "params"))
-
     def process(
         self,
         grads: FlatTree,

@@ -80,9 +80,9 @@ def per_example_clip_and_aggregate(
     axis. Do not wrap it in `optax.MultiSteps`, which passes means without examples. For
     microbatches, use `clipped_grad` and `noisy_mean` instead. `clip_sum` explains the guarantees.
 
-    The noise is Gaussian, in float32 or wider, and its standard deviation is `noise_multiplier`
-    times the threshold. The results are then rounded to the dtypes of the updates. Note that JAX's
-    random generators are not cryptographic.
+    Gaussian noise is drawn and added in float32 or wider. Its standard deviation is
+    `noise_multiplier` times the threshold. The results are then rounded to the dtypes of the
+    updates. Note that JAX's random generators are not cryptographic.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
@@ -100,19 +100,17 @@ def per_example_clip_and_aggregate(
       reduction: "mean" (the default) or "sum".
       batch_size: The divisor of the mean. Defaults to the number of examples without padding. For
         Poisson sampling, use the expected number because the actual number is not private.
-      scope: A scope that defines which elements of an example share a norm. Defaults to all
-        elements.
+      scope: The elements of an example that share a norm, as in `clip_sum`. Defaults to all.
       response: The response to a norm above its threshold, as in `clip_sum`.
       split: How to divide the threshold between the groups, as in `clip_sum`.
 
     Returns:
-      A transformation with a `PerExampleState`. Its update accepts `is_padding=`, bool
-      `[examples]`.
+      A transformation with a `PerExampleState`. `update` accepts `is_padding=`, bool `[examples]`.
 
     Raises:
       ValueError: If an argument is out of its range, or if noise is requested without a key. Also
         raised by `update` if the gradients have no example axis, or if sums differ across devices
-        inside `shard_map` or `pmap`, where all devices would add the same noise.
+        inside `shard_map` or `pmap`, since all devices add the same noise.
       TypeError: If a threshold or multiplier is not a number, or if `key` is not a key.
 
     Example:

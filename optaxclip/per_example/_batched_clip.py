@@ -56,8 +56,8 @@ class PerExampleResult(NamedTuple):
       num_clipped: The number of examples in which a group exceeded its threshold by more than
         rounding, int32[] for the scope `tree`, int32[groups] for labels and leaves, and a dict of
         arrays for `axes` and `unit`.
-      num_dropped: int32[], the number of non-finite examples, which are excluded. They count as
-        neither clipped nor unclipped.
+      num_dropped: int32[], the number of non-finite examples, which are excluded and not counted as
+        clipped or unclipped.
       norms: The norms of the examples before clipping, in float32 or wider, in the structure of
         `num_clipped` with a leading example axis. The norms of padding are 0.
       num_unclipped: int32[], the number of examples in which no group exceeded its threshold.

@@ -134,13 +134,13 @@ def clip_sum(
     is_padding: ArrayLike | None = None,
     specs: PyTree = None,
 ) -> batched_clip.PerExampleResult:
-    """Clips the gradients of the examples and sums them.
+    """Clips per-example gradients and sums them.
 
     The L2 norm of an example's contribution never exceeds `threshold`, in any dtype of the
     gradients. Norms, products, and the sum are computed in float32 (float64 for 64-bit leaves).
-    Groups that could exceed their threshold due to rounding are clipped below it, by at most 2e-6
-    in float32. Examples with a NaN or infinite element contribute nothing. Other examples below
-    their threshold are summed unchanged. Use `noisy_mean` to make the sum private.
+    Rounding may reduce norms at the threshold, by a fraction of at most 2e-6 in float32. Examples
+    with a NaN or infinite element contribute nothing. Other examples below their threshold are
+    summed unchanged. Use `noisy_mean` to make the sum private.
 
     Sources: Abadi et al., 2016, arXiv 1607.00133. Per leaf: McMahan, Ramage, Talwar, and Zhang,
     2017, arXiv 1710.06963.
@@ -158,11 +158,11 @@ def clip_sum(
         The returned norms are clipped to the range from 0 to the threshold.
       split: If "uniform", the threshold of each of `K` groups is `threshold / sqrt(K)`. If "size",
         the threshold of a group with `D_i` of `D` elements is `threshold * sqrt(D_i / D)`.
-      is_padding: bool `[examples]`, True for padding, which contributes nothing. Defaults to no
-        padding.
+      is_padding: bool `[examples]`, True for padding, which adds nothing. Defaults to no padding.
       specs: A `PartitionSpec`, or a pytree prefix of the gradients with such specs. It is required
         inside `shard_map` and `pmap` if the gradients differ between devices. `PartitionSpec("x")`
-        means that devices along "x" have different examples, which must not be sharded.
+        means that devices along "x" have different examples. Individual examples must not be
+        sharded.
 
     Returns:
       A `PerExampleResult` with the sum, the norms, and the counts.
@@ -170,8 +170,7 @@ def clip_sum(
     Raises:
       ValueError: If an argument is out of its range, if the leaves do not share an example axis, or
         if gradients may be sharded inside `shard_map` or `pmap`.
-      TypeError: If the threshold is not a number, `scope` is not a scope, or a leaf is not a dense
-        array.
+      TypeError: If an argument has the wrong type, or if a leaf is not a dense array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -191,7 +190,7 @@ def clip_sum(
 def per_example_global_norm_clip(
     grads: PyTree, l2_norm_clip: ArrayLike, *, specs: PyTree = None
 ) -> tuple[PyTree, Array]:
-    """Clips examples by their global norms and sums them, like Optax's function of this name.
+    """Clips examples by global norm and sums them, like Optax's function of the same name.
 
     Unlike Optax's function, it enforces the bound in all dtypes and drops non-finite examples, like
     `clip_sum` (Abadi et al., 2016, arXiv 1607.00133).
@@ -224,7 +223,7 @@ def per_example_global_norm_clip(
 def per_example_layer_norm_clip(
     grads: PyTree, global_l2_norm_clip: ArrayLike, uniform: bool = True, *, specs: PyTree = None
 ) -> tuple[PyTree, PyTree]:
-    """Clips leaves of examples by their norms and sums them, like Optax's function of this name.
+    """Clips leaves of examples by norm and sums them, like Optax's function of the same name.
 
     Source: McMahan, Ramage, Talwar, and Zhang, 2017, arXiv 1710.06963.
 

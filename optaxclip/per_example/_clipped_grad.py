@@ -15,7 +15,7 @@ from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, check_choice, check_int, validate_call
 from optaxclip._loss_arguments import LossArguments, check_argnums, flatten_params
-from optaxclip.per_example._batched_clip import ClippedSums, PerExampleResult, result_of
+from optaxclip.per_example._batched_clip import PerExampleResult, result_of
 from optaxclip.per_example._clip_sum import ExampleClip, ExampleThreshold, padding_flags
 from optaxclip.per_example._ghost_clip import check_scope, compute_clipped_sums
 from optaxclip.per_example._ghost_plan import GhostNormPlan
@@ -128,8 +128,8 @@ def clipped_grad(
     through a closure or keyword argument, one example can change the sum without bound.
 
     At most `microbatch_size` per-example gradients are in memory at a time. Microbatches are
-    processed in a `scan`, and the last one may be smaller. They are strided over the batch, so a
-    sharded batch is never gathered. Norms, losses, and aux are in the order of the batch.
+    processed in a `scan`, and the last one may be smaller. They are strided over the batch, so each
+    device has part of every microbatch. Norms, losses, and aux are in the order of the batch.
 
     Under `jit`, the sum covers the whole batch even if it is sharded, which requires all-reduces in
     each microbatch. Inside `shard_map`, the results only cover the local shard. Apply `psum` to the
@@ -147,8 +147,7 @@ def clipped_grad(
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
       microbatch_size: The number of examples in a microbatch. Defaults to all examples, or to an
         automatic size if `method` is "ghost".
-      scope: A scope that defines which elements of an example share a norm. Defaults to all
-        elements.
+      scope: The elements of an example that share a norm, as in `clip_sum`. Defaults to all.
       response: The response to a norm above its threshold, as in `clip_sum`.
       split: How to divide the threshold between the groups, as in `clip_sum`.
       pre_clipping_transform: A function that maps an example's gradient to any tree, which is
@@ -211,7 +210,7 @@ def _clip_microbatch(
     one: FlatTree,
     is_mixing: bool,
     batch: tuple[tuple[Any, ...], Array],
-) -> tuple[ClippedSums, Array, PyTree]:
+) -> example_loss.StepResult:
     """Computes the clipped sums, the losses, and aux of a microbatch from its gradients."""
     examples, is_padding = batch  # [size, ...], bool[size]
 

@@ -104,8 +104,8 @@ def grad_norms(
       microbatch_size: The number of examples in a microbatch. Defaults to all examples for "vmap".
         For "ghost", the default limits the additional memory to 256 MiB or twice the memory of the
         parameters, whichever is larger.
-      scope: A scope that defines which elements of an example share a norm. Defaults to all
-        elements. For "ghost", groups must consist of whole leaves.
+      scope: The elements of an example that share a norm, as in `clip_sum`. Defaults to all. For
+        "ghost", groups must consist of whole leaves.
       method: "ghost" (the default), or "vmap", which computes per-example gradients.
       specs: The specs of the parameters, as in `clipped_grad`.
 
@@ -142,15 +142,12 @@ def grad_norms(
 
 
 def _microbatch_norms(
-    loss: example_loss.ExampleLoss,
-    measured: list[Any],
-    grouping: Grouping,
-    batch: tuple[Any, Array],
-) -> tuple[ClippedSums, Array, PyTree]:
+    loss: example_loss.ExampleLoss, params: list[Any], grouping: Grouping, batch: tuple[Any, Array]
+) -> example_loss.StepResult:
     """Computes the norms, the losses, and aux of a microbatch from its gradients."""
     examples, is_padding = batch  # [size, ...], bool[size]
     grad_fn = jax.value_and_grad(loss, has_aux=True)
-    results, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
+    results, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(params, examples)
     norms = compute_example_norms(leaves, is_padding, grouping=grouping)  # f32[size, ...]
     return ClippedSums.of_norms(norms), *results
 
@@ -167,7 +164,7 @@ def explain(
 
     Args:
       loss_fn: The loss of one example.
-      args: The arguments of the loss, or a `jax.ShapeDtypeStruct` instead of an array.
+      args: The arguments of the loss. `jax.ShapeDtypeStruct`s can replace arrays.
       argnums: The positions of the arguments to differentiate.
       batch_argnums: The positions of the arguments with a leading example axis, as in `grad_norms`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.

@@ -39,10 +39,10 @@ def noisy_mean(
 ) -> PyTree:
     """Computes a private gradient by adding noise to a sum and dividing by the batch size.
 
-    The noise is Gaussian, in float32 or wider. Its standard deviation is `noise_multiplier` times
-    the sensitivity: the bound in `result`, or twice that bound if neighboring data sets differ by a
-    replaced example. Pass the sum over all microbatches because noise must be added only once. Note
-    that JAX's random generators are not cryptographic.
+    Gaussian noise is drawn and added in float32 or wider. Its standard deviation is
+    `noise_multiplier` times the sensitivity, which is the bound in `result`, or twice that bound if
+    neighboring data sets differ by a replaced example. Pass the sum over all microbatches because
+    noise must only be added once. Note that JAX's random generators are not cryptographic.
 
     Inside `shard_map`, pass the sum over all devices,
     `result._replace(grads=jax.lax.psum(result.grads, "x"))`, and use the same key on all devices.
@@ -86,9 +86,8 @@ def noisy_mean(
     batch_size = check_minimum(batch_size, 1, "batch_size")
     change = sensitivity_factor(relation)
     flat = flatten(result.grads, "result.grads")
-    leaves = [
-        leaf.astype(sum_dtype(leaf.dtype)) for leaf in map(jnp.asarray, flat.inexact_leaves())
-    ]
+    leaves = map(jnp.asarray, flat.inexact_leaves())
+    leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
     if not is_zero(noise_multiplier):
         if result.bound is None:
             raise ValueError(
@@ -247,10 +246,11 @@ def quantile_threshold(
     """Adapts the threshold until the target fraction of examples is at or below it.
 
     After every batch, the threshold is multiplied by `exp(-learning_rate * (fraction - target))`.
-    To compute `fraction`, examples at or below the threshold add `+1/2` to a count, and other
-    examples add `-1/2`, so one example changes the count by at most 1/2 if it is added or removed,
-    and by at most 1 if it is replaced. Padding adds nothing. Noise is added to the count, which is
-    then divided by the batch size. `fraction` is this quotient plus 1/2, clipped to `[0, 1]`.
+    To compute `fraction`, examples at or below the threshold add `+1/2` to a count, all other
+    examples add `-1/2`, and padding adds nothing. Adding or removing an example changes the count
+    by at most 1/2, and replacing an example changes it by at most 1. Noise is added to the count,
+    which is then divided by the batch size. `fraction` is this quotient plus 1/2, clipped to `[0,
+    1]`.
 
     The count also uses privacy budget, so the sum of the gradients requires more noise (see
     `adjust_noise_multiplier`). `per_example_clip_and_aggregate` adds it automatically.
