@@ -60,10 +60,10 @@ TYPE_ERRORS = {
     "loss_fn must be a function, got 3": lambda: made(3),
     "weight must be a function, got 2.0": lambda: made(weight=2.0),
     "reject_rule must be the result of zscore": lambda: made(reject_rule=thresholds.zscore),
-    "reject_rule must be one rule": lambda: made(reject_rule={"w": 1.0}),
+    "reject_rule must be a rule for the global norm, got": lambda: made(reject_rule={"w": 1.0}),
     "reject_rule must be .* function zclip": lambda: made(reject_rule=optaxclip.zclip),
     "clip must be a number": lambda: made(clip="norm"),
-    "clip must be a transformation or one threshold": lambda: made(clip={"w": 1.0}),
+    "clip must be a transformation or a threshold": lambda: made(clip={"w": 1.0}),
     r"clip must be the result of .* as in optaxclip\.zclip": lambda: made(clip=optaxclip.zclip),
     r"clip .* call it, as in optaxclip\.clip_by\(\)": lambda: made(clip=optaxclip.clip_by),
     "clip must be the result of ema": lambda: made(clip=thresholds.ema),
@@ -78,20 +78,22 @@ TYPE_ERRORS = {
         W, X, has_aux=True
     ),
     "pass has_aux=True": lambda: called(W, X, loss_fn=lambda w, x: (loss_fn(w, x), 1)),
-    r"weight must accept the batch arguments, got the error .* weight\(tok": lambda: weighted(
+    r"weight must accept the 2 batch arguments, got the error .* weight\(tok": lambda: weighted(
         lambda x: x.sum()
     ),
-    r"must accept the batch .* for 2 of them; use for example weight\(tok": lambda: weighted(
+    r"must accept the 2 batch arguments, .*; for example, use weight\(tok": lambda: weighted(
         lambda *, mask: mask.sum()
     ),
-    r"must accept the batch .* for 1 of them; use .* weight\(tok": lambda: weighted(
+    r"must accept the 1 batch arguments, .* use weight\(tok": lambda: weighted(
         lambda x, y: x.sum() + y.sum(), 1
     ),
-    r"weight must accept the batch arguments, .* for 2 of them; use": lambda: weighted(lambda: 1.0),
+    r"weight must accept the 2 batch arguments, .*; for example, use": lambda: weighted(
+        lambda: 1.0
+    ),
     "^threshold must be a number or scalar array, got <function .* "
     "per_example_clip_and_aggregate": lambda: clip_sum(lambda count: 1.0),
     r"^threshold must be a number or scalar array, got "
-    r"QuantileThreshold\(.* its threshold at this step": lambda: per_example.clipped_grad(
+    r"QuantileThreshold\(.* the threshold of this step": lambda: per_example.clipped_grad(
         dot, per_example.quantile_threshold()
     ),
     r"^threshold\['a'\] must be a number or scalar array, got <function": lambda: clip_sum(
@@ -123,18 +125,26 @@ TYPE_ERRORS = {
     "argnums must be an int or a sequence of ints, got .0.5": lambda: grads_of(dot, argnums=(0.5,)),
     "argnums must be an int or a sequence of ints": lambda: grads_of(dot, argnums="w"),
     "^microbatch_size must be an int": lambda: grads_of(dot, microbatch_size=1.5),
-    "key must be one key .* got 'seed'": lambda: AGGREGATE(1.0, 1.0, "seed"),
-    "key must be one key .* got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),
-    r"key must be one key .* got Array\(\(2,\)": lambda: AGGREGATE(1.0, 1.0, KEYS),
-    r"key must be one key .* got Array\(3\.": lambda: AGGREGATE(1.0, 1.0, jnp.float32(3)),
-    r"key must be one key .* Array\(\[1\., 1\.\]": lambda: AGGREGATE(1.0, 1.0, jnp.ones(2)),
-    r"key must be one key .* Array\(\[\[0, 3\]\]": lambda: AGGREGATE(
+    "key must be one key from jax.random or an int, got 'seed'": lambda: AGGREGATE(
+        1.0, 1.0, "seed"
+    ),
+    "key must be one key from jax.random or an int, got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),
+    r"key must be one key from jax.random or an int, got Array\(\(2,\)": lambda: AGGREGATE(
+        1.0, 1.0, KEYS
+    ),
+    r"key must be one key from jax.random or an int, got Array\(3\.": lambda: AGGREGATE(
+        1.0, 1.0, jnp.float32(3)
+    ),
+    r"key must be one key from jax.random or an int, got Array\(\[1\., 1\.\]": lambda: AGGREGATE(
+        1.0, 1.0, jnp.ones(2)
+    ),
+    r"key must be one key from jax.random or an int, got Array\(\[\[0, 3\]\]": lambda: AGGREGATE(
         1.0, 1.0, jnp.uint32([[0, 3]])
     ),
     "batch_size .* of type str": lambda: AGGREGATE(1.0, 0.0, batch_size="a"),
-    "key must be one key .* got True": lambda: AGGREGATE(1.0, 1.0, True),
+    "key must be one key from jax.random or an int, got True": lambda: AGGREGATE(1.0, 1.0, True),
     "noise_multiplier must be .* got '1'": lambda: noisy(noise="1"),
-    "key must be one key from jax.random that is new .*0": lambda: noisy(key=0),
+    "key must be one key from jax.random, got 0.*; use a new key": lambda: noisy(key=0),
     "result must be the PerExampleResult .* got Array": lambda: per_example.noisy_mean(
         X, 1.0, KEYS[0], 4
     ),
@@ -147,7 +157,7 @@ TYPE_ERRORS = {
     "is_padding must be bool": lambda: clip_sum(1.0, is_padding=jnp.zeros(2)),
 }
 VALUE_ERRORS = {
-    "keys of examples must be of a type .* got 'rbg'.* impl='threefry2x32'": lambda: (
+    "keys of examples must have a type .* got 'rbg', .* impl='threefry2x32'": lambda: (
         per_example.clipped_grad(lambda w, key: w * jax.random.uniform(key), 1.0)(
             1.0, jax.random.split(jax.random.key(0, impl="rbg"))
         )
@@ -168,8 +178,8 @@ VALUE_ERRORS = {
     "reject_rule must be 'nonfinite', None or a rule": lambda: made(reject_rule="nan"),
     "reject_rule must not be negative": lambda: made(reject_rule=-1.0),
     "clip must not be negative": lambda: made(clip=-1.0),
-    "dtype must be float32 or wider.* got bfloat16": lambda: made(dtype=jnp.bfloat16),
-    "dtype must be float32 or wider.* got int32": lambda: made(dtype=jnp.int32),
+    "dtype must be float32 or wider, got bfloat16": lambda: made(dtype=jnp.bfloat16),
+    "dtype must be float32 or wider, got int32": lambda: made(dtype=jnp.int32),
     "clip and reject_rule must be None .*, got None and 'nonfinite'": lambda: made(
         compute_norms=False
     ),
@@ -187,20 +197,20 @@ VALUE_ERRORS = {
     r"none from argnums \(0,\), got \(\) of 1 arguments": lambda: called(
         W, loss_fn=lambda w: w[0], batch_argnums=None
     ),
-    r"must be of type AccumulateState, got .*; pass accumulated\.state of the previous": lambda: (
+    r"must be of type AccumulateState, got .*; pass the previous accumulated\.state": lambda: (
         called(W, X, state=3)
     ),
-    "above 0, got -1.0": lambda: called(W, X, weight=lambda x: -1.0),
-    "above 0, got 0 for all": lambda: called(W, X, weight=lambda x: 0),
-    "above 0, got nan": lambda: called(W, X, weight=lambda x: np.nan),
-    r"scalar.*\(2,\).*; sum the weights": lambda: called(W, X, weight=lambda x: x[:, 0]),
+    "weight must return a positive number, got -1.0": lambda: called(W, X, weight=lambda x: -1.0),
+    "weight must return a positive number, got 0": lambda: called(W, X, weight=lambda x: 0),
+    "weight must return a positive number, got nan": lambda: called(W, X, weight=lambda x: np.nan),
+    r"scalar.*\(2,\).*; sum over": lambda: called(W, X, weight=lambda x: x[:, 0]),
     r"loss_fn must return a scalar, the mean.*shape \(2,\)": lambda: called(
         W, X, loss_fn=lambda w, x: x @ w
     ),
-    "clip must return a tree with the structure": lambda: called(
+    "clip must preserve the structure": lambda: called(
         W, X, clip=optax.stateless(lambda updates, _: {"w": updates})
     ),
-    "clip must return a tree .* and the floating-point leaves of the grad": lambda: called(
+    "clip must preserve the .* and the floating-point leaves of the grad": lambda: called(
         {"v": W, "w": W}, X, loss_fn=lambda p, x: loss_fn(p["v"] + p["w"], x), clip=to_ints("w")
     ),
     "axis_name must be a mapped axis, got 'i'": lambda: called(W, X, axis_name="i"),
@@ -217,33 +227,37 @@ VALUE_ERRORS = {
         dot, batch_argnums=0
     ),
     "batch_size must be from 1 .* got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
-    "key must be given for noise": lambda: AGGREGATE(1.0, 1.0),
+    "key must be a key from jax.random or an int, got None; pass a key": lambda: AGGREGATE(
+        1.0, 1.0
+    ),
     "noise_multiplier must not be negative": lambda: AGGREGATE(1.0, -1.0),
     "threshold must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
     "reduction must be one of": lambda: AGGREGATE(1.0, 0.0, reduction="median"),
     "state must be of type PerExampleState": lambda: AGGREGATE(1.0, 0.0).update(X, ()),
-    r"noise_multiplier must be below 2 \* count_noise": lambda: AGGREGATE(
+    r"noise_multiplier must be less than 2 \* count_noise": lambda: AGGREGATE(
         quantile_threshold(count_noise=0.5), 1.0, key=0
     ),
-    "^key must be given for a count_noise": lambda: quantile_threshold(count_noise=1.0).update(
-        W[0], 3, 4, batch_size=4
-    ),
-    "key must be given for a count_noise": lambda: jax.jit(
+    "^key must be set if count_noise is 1.0, got None": lambda: quantile_threshold(
+        count_noise=1.0
+    ).update(W[0], 3, 4, batch_size=4),
+    "key must be set if count_noise is .*, got None": lambda: jax.jit(
         lambda x: quantile_threshold(count_noise=x).update(x, 3, 4, batch_size=4)
     )(1.0),
-    "^key must be given for noise": lambda: AGGREGATE(quantile_threshold(count_noise=1.0), 0.0),
+    "^key must be a key .* got None; pass a key, or set noise_multiplier=0": lambda: AGGREGATE(
+        quantile_threshold(count_noise=1.0), 0.0
+    ),
     "^noise_multiplier must": lambda: noisy(noise=-1.0),
     "^noise_multiplier must not be": lambda: noisy(noise=np.nan),
     "noise_multiplier must be finite for noise": lambda: noisy(noise=np.inf),
     "batch_size must .* got 0": lambda: noisy(size=0),
     "batch_size must .* got nan": lambda: noisy(size=np.nan),
-    "key must be one key from jax.random that is new .*None": lambda: noisy(key=None),
+    "key must be one key from jax.random, got None; use a new key": lambda: noisy(key=None),
     "relation must be one of": lambda: noisy(relation="neighbours"),
-    "result.bound must be the maximum norm": lambda: noisy(bound=None),
+    "result.bound must be set for noise, got None": lambda: noisy(bound=None),
     "result.bound must be finite for noise, got inf": lambda: noisy(bound=np.inf),
-    r"params must be given for thresholds by name.* pass params=": lambda: per_example.clipped_grad(
-        dot, {"all": 2.0}
-    ).sensitivity(),
+    r"params must be set if threshold is a dict, got None; pass params=": lambda: (
+        per_example.clipped_grad(dot, {"all": 2.0}).sensitivity()
+    ),
     r"relation must be one of \['add_or_remove_one', .* got 'replace'": lambda: (
         per_example.clipped_grad(dot, 1.0).sensitivity("replace")
     ),
@@ -251,7 +265,7 @@ VALUE_ERRORS = {
         dot, 1.0
     ).sensitivity(None),
     "split must be one of": lambda: clip_sum(1.0, split="even"),
-    r"is_padding must have one element per example, shape \(2,\), got \(3,\)": lambda: clip_sum(
+    r"is_padding must have shape \(2,\), got \(3,\)": lambda: clip_sum(
         1.0, is_padding=jnp.zeros(3, bool)
     ),
     "^microbatch_size must be an int of at least 1, got 0": lambda: grads_of(

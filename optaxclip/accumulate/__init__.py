@@ -1,4 +1,4 @@
-"""Accumulates the gradients of microbatches, and clips or rejects single microbatches."""
+"""Accumulates gradients over microbatches, and clips or rejects individual microbatches."""
 
 from optaxclip.accumulate.gradients import Accumulated as Accumulated
 from optaxclip.accumulate.gradients import ValueAndGrad as ValueAndGrad

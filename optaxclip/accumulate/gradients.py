@@ -1,4 +1,4 @@
-"""Computes gradients of a batch in microbatches, and clips or rejects individual microbatches."""
+"""Computes gradients in microbatches, and clips or rejects individual microbatches."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,17 +10,11 @@ import optax
 from jax import Array
 
 import optaxclip._backend.meshes as meshes
+import optaxclip._loss_arguments as loss_arguments
 from optaxclip._base.state import check_state, register_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import AxisName, ClipState, PyTree, ThresholdRule
 from optaxclip._base.validation import check_bool, check_int, normalize_axis_names, validate_call
-from optaxclip._loss_arguments import (
-    LossArguments,
-    MicrobatchSplit,
-    check_argnums,
-    flatten_params,
-    get_batch_size,
-)
 from optaxclip.accumulate.loop import scan_microbatches
 from optaxclip.accumulate.microbatch import (
     NAME,
@@ -35,24 +29,19 @@ from optaxclip.thresholds._constant import ScalarOrSchedule
 
 @register_state
 class Accumulated(NamedTuple):
-    """Values of the `k` microbatches of a batch.
-
-    Microbatch `i` contains the examples `i`, `i + k`, ...
+    """Values of the `k` microbatches of a batch, and the state for the next step.
 
     Attributes:
-      norm: float[k], the norms of the gradients before clipping, over all leaves and devices. They
-        are NaN if `compute_norms=False`.
-      weight: float[k], the weight of each microbatch, which is the result of `weight` or the number
-        of examples.
-      rejected: bool[k], True for rejected microbatches. A microbatch with weight 0 does not change
-        the mean, but it is not rejected.
+      norm: float[k], the global gradient norms before clipping, or NaN if `compute_norms` is False.
+      weight: float[k], the microbatch weights.
+      rejected: bool[k], True for rejected microbatches. A microbatch with weight 0 does not
+        contribute to the mean, but it is not marked as rejected.
       loss: float[k], the losses.
-      aux: The stacked auxiliary outputs of the loss, `[k, ...]`, or None without `has_aux`.
-      state: An `AccumulateState`, which you should pass to the next step. It contains the state of
-        the clip, whose record describes the last microbatch that was not rejected.
-      noise: The input of `optaxclip.monitor.noise_scale`, in units of the weights. It is NaN with
-        `compute_norms=False` and if fewer than two microbatches contribute to the mean. Note that
-        `jax_debug_nans` raises an error if a compiled function returns such a NaN.
+      aux: The stacked auxiliary outputs of the loss, `[k, ...]`. None if `has_aux` is False.
+      state: An `AccumulateState` to pass to the next call. Its clipping record describes the most
+        recent accepted microbatch.
+      noise: The input for `optaxclip.monitor.noise_scale`. It is NaN if `compute_norms` is False,
+        or if fewer than two microbatches contribute to the mean.
     """
 
     norm: Array
@@ -86,111 +75,92 @@ def value_and_grad(
 ) -> "ValueAndGrad":
     """Computes a loss and its gradient in microbatches, and clips or rejects microbatches.
 
-    You can use it instead of `jax.value_and_grad` if the batch is too large for one gradient
-    computation. The batch is split along its leading axis: microbatch `i` of `k` has the examples
-    `i`, `i + k`, ... The result is the weighted mean over the microbatches that are not rejected.
-    Without clipping and rejection, it is the gradient of the whole batch. Sums use float32 or a
-    wider dtype, and are finite if all gradients and weights are finite. Regardless of `k`, the
-    function only holds one sum and one gradient in memory.
+    Use it instead of `jax.value_and_grad` if the batch is too large for a single gradient
+    computation. Microbatch `i` of `k` contains examples `i`, `i + k`, ... of the batch. The result
+    is the weighted mean over the accepted microbatches, which is the gradient of the batch if
+    nothing is clipped or rejected. Sums are accumulated in float32 or wider, and stay finite if all
+    gradients and weights are finite. Only one sum and one gradient are in memory at a time.
 
-    Rejected microbatches are excluded from the mean, together with their weights. Clipping the
-    gradients of microbatches is also known as PS-Clip-SGD (Nobile and Grohs, 2026, arXiv
-    2605.02701).
+    Rejected microbatches and their weights are excluded from the mean. Clipping microbatch
+    gradients is also known as PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701).
 
-    Under `jit`, a sharded batch stays sharded if the number of devices divides the microbatch size.
-    All devices then process their parts of a microbatch, the batch is never gathered, and the sum
-    is sharded like the parameters. Each microbatch requires one all-reduce or reduce-scatter of its
-    gradient because its norm is taken across all devices. On GPUs, XLA communicates only once,
-    after the last microbatch, if you use `compute_norms=False` without `weight`.
+    Under `jit`, a sharded batch stays sharded if the number of devices divides the microbatch size,
+    and the sum is sharded like the parameters. Each microbatch requires an all-reduce or
+    reduce-scatter of its gradient because its norm is computed across all devices. On GPUs, XLA
+    communicates only once, after the last microbatch, if `compute_norms=False` and `weight=None`.
 
-    Inside `shard_map`, sizes and weights are per device. If the loss differs between devices, it is
-    averaged with these weights. Note that if a device's part of a microbatch has weight 0, its loss
-    must still be finite. Otherwise, the whole microbatch is rejected. If you use
-    `compute_norms=False`, replicated parameters need only one all-reduce after the last microbatch,
-    with or without `weight`.
+    Inside `shard_map`, sizes and weights are per device, and losses that differ between devices are
+    averaged with these weights. Even if a device's part of a microbatch has weight 0, its loss must
+    be finite, or the whole microbatch is rejected. If `compute_norms` is False, replicated
+    parameters need only one all-reduce.
 
     Args:
-      loss_fn: A function that returns the mean loss of a microbatch as a scalar. It should be the
-        mean over the examples, or over the tokens or other units that `weight` counts.
+      loss_fn: A function that returns the mean loss of a microbatch as a scalar. The mean is over
+        the examples, or over the tokens or other units that `weight` counts.
       argnums: The positions of the differentiated arguments, as in `jax.grad`. The gradients of
         integer leaves are `float0` zeros.
       batch_argnums: The positions of the arguments with a leading example axis, which can be
-        pytrees of arrays or PRNG keys. If None, all arguments except `argnums` are used. Note that
-        a key in another argument is the same for all microbatches. To get independent noise per
-        example, pass `jax.random.split(key, examples)` as a batch argument.
+        pytrees of arrays or PRNG keys. If None, all arguments except `argnums` are used.
+        Microbatches share the other arguments. To get independent random numbers per example, pass
+        `jax.random.split(key, examples)` as a batch argument.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
-      microbatch_size: The number of examples in a microbatch. It must divide the batch size
-        because the norms of microbatches with different sizes are not comparable.
-      weight: A function of the batch arguments that returns the weight of a microbatch, for example
-        its number of tokens. Defaults to the number of examples. A microbatch with weight 0 does
-        not change the result, even if its loss is non-finite. The results are NaN if a weight is
-        negative or NaN, or all weights are 0.
-      clip: A transformation of the gradients of microbatches, or a threshold for their global norm,
-        as in `optaxclip.clip_by`. The state of a transformation is passed from one microbatch to
-        the next, and rejected microbatches do not change it.
+      microbatch_size: The number of examples in a microbatch. It must divide the batch size because
+        the norms of microbatches with different sizes are not comparable.
+      weight: A function of the batch arguments that returns the weight of a microbatch, such as its
+        number of tokens. Defaults to the number of examples. A microbatch with weight 0 is ignored,
+        even if its loss is non-finite. The results are NaN if a weight is negative or NaN, or if
+        all weights are 0.
+      clip: A transformation that clips microbatch gradients, or a threshold for their global norm,
+        as in `optaxclip.clip_by`. Its state is passed from one microbatch to the next, and is not
+        updated by rejected microbatches.
       reject_rule: The rule that rejects microbatches. If "nonfinite" (the default), microbatches
-        with a non-finite loss or gradient norm are rejected. A number, a schedule or a rule from
-        `optaxclip.thresholds` also rejects norms above that threshold. If None, all microbatches
-        are used. The loss and the gradients are NaN when all microbatches are rejected. You can use
-        `optaxclip.skip_nonfinite` to skip such a step.
-      compute_norms: If False, norms are not computed. You can then use neither `clip` nor
-        `reject_rule`, and `norm` and `noise` are NaN. Note that `jax_debug_nans` raises an error if
-        a compiled function returns them. Without `weight`, the sum of the gradients must be finite
-        too.
-      dtype: The dtype of sums and gradients, float32 or wider. The sums of float64 and complex
-        leaves are float64 and complex.
-      axis_name: The names of the mapped axes over which the batch is sharded, inside `pmap`,
-        `vmap(axis_name=)` and `shard_map(check_vma=False)`.
+        with a non-finite loss or gradient norm are rejected. A number, a schedule, or a rule from
+        `optaxclip.thresholds` also rejects norms above that threshold. If None, nothing is
+        rejected. If all microbatches are rejected, the loss and the gradients are NaN.
+        `optaxclip.skip_nonfinite` can skip such a step.
+      compute_norms: If False, `clip` and `reject_rule` must be None, and `norm` and `noise` are
+        NaN, which `jax_debug_nans` reports as an error. If `weight` is None, the sum of the
+        gradients must be finite too.
+      dtype: The dtype of sums and gradients, float32 or wider. Float64 and complex leaves are
+        summed in float64 and complex dtypes.
+      axis_name: The mapped axes over which the batch is sharded, inside `pmap`, `vmap(axis_name=)`,
+        and `shard_map(check_vma=False)`.
       specs: The sharding of the parameters, as in `optaxclip.ShardingOptions`, if array types do
         not contain it. If `axis_name` is required, None means that the parameters are replicated.
 
     Returns:
       A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`.
-      `value` is the mean loss, float[], or the pair `(value, aux)` with `has_aux`. `grads` is the
-      tree of gradients, and `accumulated` is an `Accumulated`. You should pass its `state` to the
-      next step, and use the method `init(*args)` to create the state for the first step. Without a
-      state, each call starts from a new state. This raises an error if a threshold depends on
-      earlier steps. The function should be called inside `jax.jit`. Otherwise, every call
-      recompiles the loop.
+      `value` is the mean loss, float[], or `(value, aux)` if `has_aux` is True. `accumulated` is an
+      `Accumulated`. Pass its `state` to the next step, and create the first state with
+      `init(*args)`. The state is optional unless a threshold depends on earlier steps. Call the
+      function inside `jax.jit`. Otherwise, every call recompiles the loop.
 
     Raises:
-      ValueError: If the microbatch size is below 1, a name is unknown, a threshold is negative or
-        NaN, `dtype` is too narrow, or `compute_norms=False` is used with `clip` or `reject_rule`.
-        The returned function raises it for an empty batch, a batch size that is not divisible by
-        the microbatch size, batch arguments with different numbers of examples, invalid or repeated
-        positions, a loss or weight that is not a scalar, a constant weight that is not positive, a
-        clip that changes the structure of the gradients, a missing `axis_name`, and a missing state
-        for a threshold that depends on earlier steps.
-      TypeError: If `loss_fn` or `weight` is not a function, `clip` is not a transformation or
-        threshold, `reject_rule` is not a rule, or a position or size is not an int. The returned
-        function raises it for a loss or weight that is not a real number, `specs` with values that
-        are not specs, and models of Flax NNX or Equinox that contain more than their parameters
-        (see `docs/recipes/modules.md`).
+      ValueError: If an argument is out of its range, or if `compute_norms=False` is used with
+        `clip` or `reject_rule`. Also raised by the returned function if the batch is empty or
+        cannot be split, if positions are invalid, if a loss or weight is not a scalar, if a
+        constant weight is not positive, if `clip` changes the structure of the gradients, or if
+        `axis_name` or a required state is missing.
+      TypeError: If an argument has the wrong type. Also raised by the returned function if a loss
+        or weight is not a real number, or if a Flax NNX or Equinox model contains more than
+        parameters (see `docs/recipes/modules.md`).
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from optaxclip import accumulate
-      >>> def loss_fn(w, x, mask):
-      ...     return jnp.sum(mask * (x - w) ** 2) / jnp.sum(mask)
-      >>> def tokens(x, mask):
-      ...     return jnp.sum(mask)
-      >>> grad_fn = jax.jit(accumulate.value_and_grad(
-      ...     loss_fn, batch_argnums=(1, 2), microbatch_size=1, weight=tokens))
-      >>> x = jnp.array([[1.0, 3.0], [5.0, 0.0], [jnp.inf, 1.0]])
-      >>> mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-      >>> value, grads, accumulated = grad_fn(0.0, x, mask)
-      >>> print(value, grads, accumulated.weight, accumulated.rejected)
-      11.666667 -6.0 [2. 1. 2.] [False False  True]
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean((x - w) ** 2)
+      >>> grad_fn = jax.jit(accumulate.value_and_grad(loss_fn, microbatch_size=1))
+      >>> value, grads, accumulated = grad_fn(0.0, jnp.array([1.0, 3.0, jnp.inf]))
+      >>> print(value, grads, accumulated.rejected)
+      5.0 -4.0 [False False  True]
     """
-    positions = check_argnums(argnums, batch_argnums)
+    positions = loss_arguments.check_argnums(argnums, batch_argnums)
     size = check_int(microbatch_size, 1, "microbatch_size")
     sharding = DataSharding(normalize_axis_names(axis_name), specs)
     sum_dtype = jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
     if not jnp.issubdtype(sum_dtype, jnp.floating) or sum_dtype.itemsize < 4:
-        raise ValueError(
-            "dtype must be float32 or wider because narrower sums lose small gradients, got "
-            f"{sum_dtype}"
-        )
+        raise ValueError(f"dtype must be float32 or wider, got {sum_dtype}")
     for argument, fn in (("loss_fn", loss_fn), ("weight", weight)):
         if fn is not None and not callable(fn):
             raise TypeError(f"{argument} must be a function, got {fn!r:.80}")
@@ -201,7 +171,7 @@ def value_and_grad(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ValueAndGrad:
-    """The result of `value_and_grad`, a function `fn(*args, state=None)` of the loss arguments."""
+    """The result of `value_and_grad`, a function `fn(*args, state=None)`."""
 
     _loss: MicrobatchLoss
     _processor: MicrobatchProcessor
@@ -210,34 +180,31 @@ class ValueAndGrad:
     _size: int
 
     def init(self, *args: Any) -> AccumulateState:
-        """Returns the initial state, for example to carry through a loop."""
-        split_args = LossArguments.split(args, self._argnums, self._batch_argnums)
-        params = flatten_params(split_args.params)
-        arrays = [jnp.asarray(x) for x in params.inexact_leaves()]
-        # Gradients are clipped in the dtypes of the sums, so the state of the clip has these
-        # dtypes.
+        """Returns the initial state, for example to carry it through a loop."""
+        split_args = loss_arguments.LossArguments.split(args, self._argnums, self._batch_argnums)
+        params = loss_arguments.flatten_params(split_args.params)
+        # Gradients are clipped in the dtypes of the sums, so the clipping state uses these dtypes.
+        arrays = map(jnp.asarray, params.inexact_leaves())
         wide = [x.astype(self._loss.accumulator_dtype(x.dtype)) for x in arrays]
         return self._processor.init(params.unflatten(wide))
 
     def __call__(
         self, *args: Any, state: AccumulateState | None = None
     ) -> tuple[Any, PyTree, Accumulated]:
-        """Returns the mean loss (and aux), the mean gradient and an `Accumulated`."""
+        """Returns the mean loss (and aux), the mean gradient, and an `Accumulated`."""
         self._processor.sharding.check()
-        split_args = LossArguments.split(args, self._argnums, self._batch_argnums)
-        params = flatten_params(split_args.params)
+        split_args = loss_arguments.LossArguments.split(args, self._argnums, self._batch_argnums)
+        params = loss_arguments.flatten_params(split_args.params)
         params = params.replace_leaves([jnp.asarray(x) for x in params.inexact_leaves()])
-        remedy = (
-            "pass accumulated.state of the previous step, or grad_fn.init(*args) in the first step"
-        )
+        remedy = "pass the previous accumulated.state, or grad_fn.init(*args) on the first step"
         if state is None:
             state = self.init(*args)
             nodes = jax.tree.leaves(state.clip, is_leaf=lambda x: isinstance(x, ClipState))
             rules = [node.rule for node in nodes if isinstance(node, ClipState)]
             if jax.tree.leaves([state.reject, *rules]):
                 raise ValueError(
-                    f"{NAME}: state must be the state of the previous step if a threshold depends "
-                    f"on earlier steps, got None; {remedy}"
+                    f"{NAME}: state must be set if a threshold depends on earlier steps, got None; "
+                    f"{remedy}"
                 )
         check_state(state, AccumulateState, NAME, remedy)
         split = self._split_batch(split_args.batch)
@@ -256,8 +223,8 @@ class ValueAndGrad:
         info = Accumulated(norm, stats.weight, stats.rejected, stats.loss, aux, state, noise)
         return (value, aux) if self._loss.has_aux else value, grads.tree(), info
 
-    def _split_batch(self, batch: tuple[Any, ...]) -> MicrobatchSplit:
-        examples = get_batch_size(flatten(batch, "the batch"), "the batch")
+    def _split_batch(self, batch: tuple[Any, ...]) -> loss_arguments.MicrobatchSplit:
+        examples = loss_arguments.get_batch_size(flatten(batch, "the batch"), "the batch")
         if not examples:
             raise ValueError("the batch must have at least one example, got 0 examples")
         number, rest = divmod(examples, self._size)
@@ -268,4 +235,4 @@ class ValueAndGrad:
                 f"microbatch_size must divide the batch size{part}, got {self._size} for "
                 f"{examples} examples; use {divisor} or pad the batch with examples of weight 0"
             )
-        return MicrobatchSplit.split(batch, self._size, number)
+        return loss_arguments.MicrobatchSplit.split(batch, self._size, number)

@@ -1,4 +1,4 @@
-"""The loop over microbatches, which computes weighted means of gradients."""
+"""Loops over microbatches and computes weighted means of their gradients."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from optaxclip._backend.elementwise import scale_by_real
 from optaxclip._backend.global_view import scan_on_mesh
 from optaxclip._backend.meshes import Axes
 from optaxclip._base.numerics import divide_by_pow2, divide_no_nan, floor_pow2, norm_dtype
-from optaxclip._base.trees import FlatTree
+from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._loss_arguments import LossArguments, MicrobatchSplit, loss_and_aux
 from optaxclip.accumulate.microbatch import (
@@ -32,7 +32,7 @@ def scan_microbatches(
     split: MicrobatchSplit,
     state: AccumulateState,
 ) -> tuple[list[Array], AccumulateState, MicrobatchStats, PyTree]:
-    """Returns the means over microbatches and devices, the last state, and stacked values."""
+    """Returns the mean gradient leaves, the final state, and stacked statistics and aux."""
     leaves, sharding = params.inexact_leaves(), processor.sharding
     dtypes = [loss.accumulator_dtype(x.dtype) for x in leaves]
     # Losses and weights use the widest dtype of the sums.
@@ -40,16 +40,12 @@ def scan_microbatches(
     axes = Axes()
     if not processor.computes_norms:
         axes = sharding.get_deferred_psum_axes(params, args.batch)
+    varying = [sharding.vary(x, axes) for x in leaves]
+    param_norm = None
+    if processor.rule is not None and processor.rule.uses_params:
+        param_norm = processor.compute_norm(flatten(args.params, "params"))
     accumulation = _Accumulation(
-        loss,
-        processor,
-        args,
-        params,
-        split,
-        axes,
-        leaves=[sharding.vary(x, axes) for x in leaves],
-        dtypes=dtypes,
-        param_norm=processor.compute_param_norm(args.params),
+        loss, processor, args, params, split, axes, varying, dtypes, param_norm
     )
     start, closed_over = (accumulation.init(), state), (accumulation.leaves, args.batch)
     indices = jnp.arange(split.num_microbatches)
@@ -63,7 +59,7 @@ def scan_microbatches(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Accumulation:
-    """The values that do not change in the loop over microbatches."""
+    """Values that are constant during the loop over microbatches."""
 
     loss: MicrobatchLoss
     processor: MicrobatchProcessor
@@ -76,7 +72,6 @@ class _Accumulation:
     param_norm: Array | None  # the norm of the parameters, if the rejection rule uses it
 
     def init(self) -> "_Means":
-        """Returns means without microbatches."""
         zeros = self._cast_and_shard([jnp.zeros_like(x) for x in self.leaves])
         zero = self.processor.sharding.vary(jnp.zeros((), self.loss.dtype), self.axes)
         return _Means(zeros, zero, zero)
@@ -100,14 +95,13 @@ class _Accumulation:
     def finish(
         self, means: "_Means", stats: MicrobatchStats
     ) -> tuple[list[Array], MicrobatchStats]:
-        """Returns the means and statistics for all devices."""
-        # Means have the shapes of the parameters, and the statistics are arrays `[microbatches]`.
+        """Returns the means and statistics over all devices."""
         if self._is_plain_sum:
             return [x / self.split.num_microbatches for x in means.leaves], stats
         if not self.axes:
             return [jnp.where(means.weight > 0, x, jnp.nan) for x in means.leaves], stats
-        # The losses, weights and means are still those of one device. All weights are at most twice
-        # `unit`. They are divided by a bound of their sum over devices, which cannot overflow then.
+        # The losses, weights, and means still cover a single device. All weights are at most twice
+        # `unit`. Dividing them by a bound on their sum over devices prevents overflow.
         largest = jnp.asarray(float(self.split.size), self.loss.dtype)
         if self.loss.weight is not None:
             largest = meshes.pmax(means.largest, self.axes)
@@ -126,7 +120,7 @@ class _Accumulation:
 
     @property
     def _is_plain_sum(self) -> bool:
-        # If all microbatches have the same weight and none is rejected, gradients are summed
+        # If all microbatches have the same weight and none can be rejected, gradients are summed
         # without weights. XLA can then sum over devices once, after the loop.
         return self.loss.weight is None and not self.processor.computes_norms and not self.axes
 
@@ -138,21 +132,14 @@ class _Accumulation:
     def _loss_and_grad(
         self, microbatch: tuple[Any, ...]
     ) -> tuple[Array, Array, list[Array], PyTree]:
-        """Computes the loss, weight, gradient and aux of a microbatch.
-
-        They are those of the whole microbatch, or of the part of this device if the sums over
-        devices are deferred.
-        """
+        """Computes the loss, weight, gradient, and aux of a microbatch, or of a device's part."""
         sharding, dtype = self.processor.sharding, self.loss.dtype
         weight = self.loss.call_weight(microbatch, self.split.size)
 
         def loss_fn(leaves: list[Array]) -> tuple[Array, PyTree]:
+            args = self.args.merge(self.params.unflatten(leaves), microbatch)
             value, aux = loss_and_aux(
-                self.loss.fn,
-                self.args.merge(self.params.unflatten(leaves), microbatch),
-                {},
-                has_aux=self.loss.has_aux,
-                description="the mean loss of a microbatch",
+                self.loss.fn, args, {}, has_aux=self.loss.has_aux, description="the mean loss"
             )
             if self.axes:
                 return value, aux
@@ -175,21 +162,14 @@ class _Accumulation:
 
 
 class _Means(NamedTuple):
-    """Weighted means of gradients.
-
-    Attributes:
-      leaves: The means.
-      weight: The sum of the weights divided by a power of two near the largest weight because the
-        sum itself could overflow.
-      largest: The largest weight.
-    """
+    """Weighted means of gradients, with a scaled sum of the weights that cannot overflow."""
 
     leaves: list[Array]
-    weight: Array  # []
-    largest: Array  # []
+    weight: Array  # [], the sum divided by a power of two near the largest weight
+    largest: Array  # [], the largest weight
 
     def add(self, leaves: list[Array], weight: Array) -> "_Means":
-        """Adds a gradient with a weight. The means are finite if both gradients are."""
+        """Adds a weighted gradient. The means stay finite if all gradients are finite."""
         largest = jnp.maximum(self.largest, weight)
         unit = floor_pow2(largest)
         before = self.weight * divide_by_pow2(floor_pow2(self.largest), unit)
@@ -198,8 +178,8 @@ class _Means(NamedTuple):
         old_fraction, new_fraction = (divide_no_nan(x, total, 0.0) for x in (before, added))
 
         def update_mean(mean: Array, x: Array) -> Array:
-            # Start from the array with the larger weight, so that the mean of equal arrays is
-            # exact, and use halves because the difference of two large numbers can overflow.
+            # Starting from the array with the larger weight makes the mean of equal arrays exact.
+            # Halves are used because the difference of two large numbers can overflow.
             is_new = new_fraction > old_fraction
             start, end = jnp.where(is_new, x, mean), jnp.where(is_new, mean, x)
             path = scale_by_real(end, 0.5) - scale_by_real(start, 0.5)

@@ -1,8 +1,8 @@
-"""The loss, clipping and rejection of single microbatches.
+"""The loss, clipping, and rejection of individual microbatches.
 
-The result of a device counts with the weight of its part of the microbatch. If JAX tracks which
-values vary between devices (`check_vma=True`), types show the axes to sum over. Otherwise, users
-pass these axes as `axis_name`.
+Each device's result is weighted by its part of the microbatch. If JAX tracks which values vary
+between devices (`check_vma=True`), types show the axes to sum over. Otherwise, users pass these
+axes as `axis_name`.
 """
 
 import dataclasses
@@ -43,8 +43,9 @@ class AccumulateState(NamedTuple):
     """State that is passed between microbatches, and between steps with `state=`.
 
     Attributes:
-      clip: The state of the clip, with its record of the last microbatch. Empty without a clip.
-      reject: The state of the rejection rule. Empty without a rule.
+      clip: The clipping state, with a record of the most recent microbatch. Empty if nothing is
+        clipped.
+      reject: The state of the rejection rule. Empty if there is no rule.
     """
 
     clip: PyTree
@@ -53,7 +54,7 @@ class AccumulateState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DataSharding:
-    """The axes that shard the batch, and the specs of the parameters, as passed by the user."""
+    """The axes that shard the batch, and the parameter specs, as passed by the user."""
 
     axis_names: tuple[str, ...] | None
     specs: PyTree
@@ -64,8 +65,8 @@ class DataSharding:
         if meshes.manual_axes() and not meshes.has_vma_tracking() and self.axis_names is None:
             raise ValueError(
                 f"{NAME}: axis_name must be set inside pmap or shard_map(check_vma=False), got "
-                f"None with the mapped axes {sorted(meshes.manual_axes())}; use the axes that "
-                "shard the batch or an empty tuple, and specs= for sharded parameters"
+                f"None inside the axes {sorted(meshes.manual_axes())}; use the axes that shard the "
+                "batch or an empty tuple, and specs= for sharded parameters"
             )
 
     @property
@@ -91,24 +92,19 @@ class DataSharding:
         return meshes.psum(self.vary(x, axes), axes)
 
     def get_axes_to_psum(self, params: FlatTree, axes: Axes) -> list[Axes]:
-        """Returns the axes over which the gradients of the leaves must still be summed.
-
-        Axes that shard a leaf are excluded because the transpose of its all-gather sums over them.
-        """
+        """Returns the axes over which the gradients of the leaves must still be summed."""
         if meshes.has_vma_tracking():
             return [axes - meshes.varying_axes(x) for x in params.inexact_leaves()]
         if self.specs is None:
             return [axes] * len(params.inexact_indices)
+        # The transpose of an all-gather already sums over the axes that shard a leaf.
         given = broadcast_prefix(self.specs, params, "specs")
         return [axes - meshes.axes_of(as_spec(spec)) for spec in given]
 
     def get_deferred_psum_axes(self, params: FlatTree, batch: PyTree) -> Axes:
-        """Returns the axes over which gradients can be summed once, after the last microbatch.
-
-        There are no such axes if a leaf is sharded along an axis of the batch because its gradient
-        is then summed for each microbatch.
-        """
+        """Returns the axes over which gradients can be summed once, after the last microbatch."""
         axes = self.axes_of(*jax.tree.leaves(batch))
+        # Gradients of leaves that are sharded along these axes are summed for each microbatch.
         can_wait = all(over == axes for over in self.get_axes_to_psum(params, axes))
         return axes if can_wait else Axes()
 
@@ -125,10 +121,9 @@ class MicrobatchLoss:
     def accumulator_dtype(self, dtype: Any) -> jnp.dtype:
         """Returns the dtype in which gradients of leaves of `dtype` are summed."""
         is_wide = jnp.dtype("float64") in (self.dtype, accumulation_dtype(dtype))
-        names = ("complex64", "complex128")
-        if not jnp.issubdtype(dtype, jnp.complexfloating):
-            names = ("float32", "float64")
-        return jnp.dtype(names[is_wide])
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            return jnp.dtype("complex128" if is_wide else "complex64")
+        return jnp.dtype("float64" if is_wide else "float32")
 
     def call_weight(self, microbatch: tuple[Any, ...], size: int) -> Any:
         """Returns the checked weight. Negative traced weights become NaN."""
@@ -138,9 +133,8 @@ class MicrobatchLoss:
                 inspect.signature(self.weight).bind(*microbatch)
             except TypeError as error:
                 raise TypeError(
-                    f"weight must accept the batch arguments, got the error '{error}' for "
-                    f"{len(microbatch)} of them; use for example weight(tokens, mask) with "
-                    "batch_argnums=(1, 2)"
+                    f"weight must accept the {len(microbatch)} batch arguments, got the error "
+                    f"'{error}'; for example, use weight(tokens, mask) with batch_argnums=(1, 2)"
                 ) from None
             except ValueError:  # some built-in functions have no signature
                 pass
@@ -149,17 +143,13 @@ class MicrobatchLoss:
             raise TypeError(f"weight must return a real number, got {weight!r:.80}")
         if jnp.shape(weight) != ():
             raise ValueError(
-                f"weight must return a scalar, got {describe_array(weight)}; sum the weights of "
-                "the examples"
+                f"weight must return a scalar, got {describe_array(weight)}; sum over the examples"
             )
         if isinstance(weight, Tracer):
-            weight = weight.astype(self.dtype)
-            return jnp.where(weight >= 0, weight, jnp.nan)
+            return jnp.where(weight >= 0, weight.astype(self.dtype), jnp.nan)
         # A weight that is not traced is the same for all microbatches.
         if not weight > 0:
-            raise ValueError(
-                f"weight must return a number above 0, got {weight!r} for all microbatches"
-            )
+            raise ValueError(f"weight must return a positive number, got {weight!r}")
         return np.asarray(weight, self.dtype)
 
 
@@ -174,7 +164,7 @@ class MicrobatchStats(NamedTuple):
 
     @property
     def is_counted(self) -> Array:
-        """Marks the microbatches that count in the means, bool."""
+        """Marks the microbatches that count toward the means, bool."""
         return ~self.rejected & (self.weight != 0)
 
     @property
@@ -187,7 +177,7 @@ class MicrobatchStats(NamedTuple):
     def mean(self, values: Array) -> Array:
         """Computes the weighted mean `[]` of the counted microbatches, or NaN if there are none."""
         known = jnp.where(self.is_counted, values, 0)
-        # Division by a power of two near the largest value prevents overflow of the sum.
+        # Dividing by a power of two near the largest value prevents overflow of the sum.
         unit = floor_pow2(jnp.max(jnp.abs(known)))
         weights, _ = self._scaled_weights
         return jnp.sum(weights * divide_by_pow2(known, unit)) / jnp.sum(weights) * unit
@@ -195,8 +185,8 @@ class MicrobatchStats(NamedTuple):
     def noise(self, norm_of_mean: Array) -> NoiseSums:
         """Computes the noise sums from the norm of the mean gradient."""
         norms = jnp.where(self.is_counted, self.norm_after, 0)  # [microbatches]
-        # The norm of the mean is at most the largest norm. After division by a power of two near
-        # the largest norm, neither the squares nor their sums overflow.
+        # The norm of the mean is at most the largest norm. Dividing by a power of two near the
+        # largest norm prevents overflow of the squares and their sums.
         unit = floor_pow2(jnp.max(norms))
         square = self.mean(jnp.square(divide_by_pow2(norms, unit)))
         square_of_mean = jnp.square(divide_by_pow2(norm_of_mean, unit))
@@ -209,9 +199,9 @@ class MicrobatchStats(NamedTuple):
         spread = jnp.where(is_known, large - small, 1)
         signal = (large * square_of_mean - small * square) / spread
         variance = (square - square_of_mean) * (small * (large / spread))
-        # With this order of the factors, a product only overflows if the result does.
+        # In this order, the intermediate products only overflow if the result does.
         signal, variance = signal * unit * unit, variance * unit * unit_of_weights * unit
-        return NoiseSums(*(where_or_nan(is_known, x) for x in (signal, variance)))
+        return NoiseSums(where_or_nan(is_known, signal), where_or_nan(is_known, variance))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -228,27 +218,21 @@ class MicrobatchProcessor:
     def create(
         cls, clip: Any, reject_rule: Any, compute_norms: bool, sharding: DataSharding
     ) -> "MicrobatchProcessor":
-        """Checks the arguments of the user."""
+        """Checks the user's arguments."""
         needs_norms = clip is not None or reject_rule is not None
         if not check_bool(compute_norms, "compute_norms") and needs_norms:
             raise ValueError(
-                f"clip and reject_rule must be None with compute_norms=False, got {clip!r:.60} and "
-                f"{reject_rule!r:.60}"
+                "clip and reject_rule must be None if compute_norms is False, got "
+                f"{clip!r:.60} and {reject_rule!r:.60}"
             )
         clip, rule = _check_clip(clip), _check_reject_rule(reject_rule)
         return cls(clip, rule, reject_rule is not None, compute_norms, sharding)
 
     def init(self, params: PyTree) -> AccumulateState:
-        """Returns the state before the first microbatch."""
+        """Returns the initial state."""
         clip = copy_arrays(self._make_transformation().init(params))
         rule = () if self.rule is None else copy_arrays(self.rule.init(jnp.zeros(())))
         return AccumulateState(clip, rule)
-
-    def compute_param_norm(self, params: PyTree) -> Array | None:
-        """Computes the norm of the parameters if the rule uses it."""
-        if self.rule is None or not self.rule.uses_params:
-            return None
-        return self.compute_norm(flatten(params, "params"))
 
     def process(
         self,
@@ -259,7 +243,7 @@ class MicrobatchProcessor:
         params: PyTree,
         param_norm: Array | None,
     ) -> tuple[list[Array], MicrobatchStats, AccumulateState]:
-        """Clips the gradient of a microbatch, and decides if the microbatch is rejected."""
+        """Clips the gradient of a microbatch, and decides whether to reject the microbatch."""
         leaves, false = grads.inexact_leaves(), jnp.zeros((), bool)
         if not self.computes_norms:
             zero = jnp.zeros((), weight.dtype)
@@ -274,11 +258,11 @@ class MicrobatchProcessor:
             new = new._replace(reject=evaluated.rule_state)
         if self.clip is not None:
             leaves, norm_after, clip_state = self._clip(grads, norm, state.clip, params)
-            # The clip ignores rejected microbatches. The rejection rule must use them because
-            # otherwise it would reject norms at a new level forever.
+            # Clipping ignores rejected microbatches. The rejection rule must include them.
+            # Otherwise, it would reject norms at a new level forever.
             new = new._replace(clip=tree_where(is_rejected, state.clip, clip_state))
-        # A microbatch with weight 0 updates neither state. A constant weight is a NumPy array here,
-        # so its comparison is not traced.
+        # A microbatch with weight 0 updates neither state. This comparison is not traced for
+        # constant weights, which are NumPy arrays.
         has_weight = weight != 0
         state = tree_where(~has_weight, state, new)
         is_rejected = is_rejected & has_weight
@@ -288,18 +272,18 @@ class MicrobatchProcessor:
     def _clip(
         self, grads: FlatTree, norm: Array, state: PyTree, params: PyTree
     ) -> tuple[list[Array], Array, PyTree]:
-        """Returns the clipped gradient, its norm, and the next state of the clip."""
+        """Returns the clipped gradient, its norm, and the next clipping state."""
         clipped, state = self._make_transformation().update(grads.tree(), state, params)
         flat = flatten(clipped, "updates")
         if flat.treedef != grads.treedef or flat.inexact_indices != grads.inexact_indices:
             raise ValueError(
-                "clip must return a tree with the structure and the floating-point leaves of the "
-                f"gradients, {grads.treedef}, got {flat.treedef}"
+                "clip must preserve the structure and the floating-point leaves of the gradients, "
+                f"{grads.treedef}, got {flat.treedef}"
             )
         if not isinstance(self.clip, ThresholdRule):
             return flat.inexact_leaves(), self.compute_norm(flat), state
-        # All elements are multiplied by the same factor, so the norm is known without another pass.
-        # If the factor is 0 in the dtype of the record, the norm after clipping is the threshold.
+        # All elements are multiplied by the same factor, so no further pass is needed. If the
+        # factor underflows in the dtype of the record, the norm after clipping is the threshold.
         info = state.info
         tiny = float(jnp.finfo(info.factor.dtype).tiny)
         threshold, factor = info.threshold.astype(norm.dtype), info.factor.astype(norm.dtype)
@@ -314,7 +298,7 @@ class MicrobatchProcessor:
         return self.clip or optax.with_extra_args_support(optax.identity())
 
     def compute_norm(self, flat: FlatTree) -> Array:
-        """Computes the norm of a tree over all devices, `[]`."""
+        """Computes the global norm of a tree over all devices, `[]`."""
         return scope_norms(scopes.tree(), flat, self._create_options())
 
     def _create_options(self) -> Options:
@@ -332,7 +316,7 @@ def _check_clip(clip: Any) -> Any:
     threshold = check_threshold(clip, "clip")
     if isinstance(threshold, dict):
         raise TypeError(
-            "clip must be a transformation or one threshold for the global norm, got "
+            "clip must be a transformation or a threshold for the global norm, got "
             f"{clip!r:.80}; use clip_by_group_norm for one threshold per group"
         )
     return threshold
@@ -349,8 +333,5 @@ def _check_reject_rule(reject_rule: Any) -> ThresholdRule | None:
         )
     rule = check_threshold(reject_rule, "reject_rule")
     if isinstance(rule, dict):
-        raise TypeError(
-            "reject_rule must be one rule for the norm of the whole gradient, got "
-            f"{reject_rule!r:.80}"
-        )
+        raise TypeError(f"reject_rule must be a rule for the global norm, got {reject_rule!r:.80}")
     return rule.as_pytree()

@@ -1,9 +1,8 @@
 """Per-example clipping, the basis of private training (DP-SGD).
 
-The examples of a batch are clipped by any scope and response, and the results are summed.
-`clip_sum` accepts gradients with a leading example axis. `clipped_grad` computes these gradients in
-microbatches, or avoids them with `method="ghost"`. `per_example_clip_and_aggregate` is the first
-stage of an Optax chain. `grad_norms` computes the norms of the gradients of all examples.
+`clip_sum` clips gradients with a leading example axis and sums them. `clipped_grad` computes these
+gradients in microbatches, or avoids them with `method="ghost"`. `per_example_clip_and_aggregate` is
+the first stage of an Optax chain. `grad_norms` computes the gradient norms of all examples.
 `noisy_mean` computes a private gradient from a sum.
 
   from optaxclip import per_example, scopes
@@ -13,21 +12,10 @@ stage of an Optax chain. `grad_norms` computes the norms of the gradients of all
   per_example.clip_sum(grads, 1.0, response="auto_s")                   # Bu et al., 2022
 
 The contribution of an example never exceeds the threshold. The privacy of a run depends on the
-noise multiplier, the fraction of the data in a batch, and the number of steps. You can use an
-accountant such as `dp_accounting` to compute it::
-
-  import dp_accounting
-  from dp_accounting import pld
-
-  def epsilon(noise_multiplier, sampling_probability, steps, delta):
-      step = dp_accounting.PoissonSampledDpEvent(
-          sampling_probability, dp_accounting.GaussianDpEvent(noise_multiplier))
-      accountant = pld.PLDAccountant().compose(step, steps)
-      return accountant.get_epsilon(delta)
-
-The result is correct if examples are included in batches independently with that probability. It
-is wrong for shuffled data. Pad batches of varying size to one shape, and mark the padding with
-`is_padding`.
+noise multiplier, the fraction of the data in a batch, and the number of steps. An accountant such
+as `dp_accounting` computes it (see `docs/recipes/precision.md`), under the assumption that batches
+include examples independently with the same probability. Pad batches of varying size to a fixed
+shape, and mark the padding with `is_padding`.
 """
 
 from optaxclip.per_example._aggregate import PerExampleState as PerExampleState

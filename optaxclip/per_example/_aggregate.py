@@ -1,4 +1,4 @@
-"""Per-example clipping as the first stage of an Optax chain, with Gaussian noise."""
+"""Per-example clipping with Gaussian noise, as the first stage of an Optax chain."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -44,16 +44,14 @@ Reduction = Literal["mean", "sum"]
 
 @register_state
 class PerExampleState(NamedTuple):
-    """The state of `per_example_clip_and_aggregate`.
+    """The state of `per_example_clip_and_aggregate`. The counts are not private.
 
     Attributes:
       steps: int32[], the number of steps.
-      key: The key for the noise of the next step. It is None without noise.
-      threshold: float32[], the threshold of the next step if it follows a quantile, and None
-        otherwise.
-      num_clipped: int32[], the number of examples of the last step above their threshold. It is not
-        private.
-      num_dropped: int32[], the number of non-finite examples of the last step. It is not private.
+      key: The key for the noise of the next step, or None if there is no noise.
+      threshold: float32[], the next threshold if it follows a quantile, and None otherwise.
+      num_clipped: int32[], the number of examples above their threshold on the most recent step.
+      num_dropped: int32[], the number of non-finite examples on the most recent step.
     """
 
     steps: Array
@@ -75,74 +73,64 @@ def per_example_clip_and_aggregate(
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
 ) -> Transformation[PerExampleState]:
-    """Clips examples, sums them, adds noise and divides by the batch size, as in DP-SGD.
+    """Clips examples, sums them, adds noise, and divides by the batch size, as in DP-SGD.
 
-    The transformation must be the first stage of a chain and requires gradients with a leading
-    example axis, as `optax.contrib.differentially_private_aggregate`. The guarantees are those of
-    `clip_sum`. You should not wrap it in `optax.MultiSteps`, which passes means without examples.
-    You can use `clipped_grad` and `noisy_mean` for microbatches instead. The noise is Gaussian with
-    a standard deviation of `noise_multiplier` times the threshold. It is drawn and added in float32
-    or wider, and the results are then rounded to the dtypes of the updates.
+    The transformation must be the first stage of a chain. Like
+    `optax.contrib.differentially_private_aggregate`, it requires gradients with a leading example
+    axis. Do not wrap it in `optax.MultiSteps`, which passes means without examples. For
+    microbatches, use `clipped_grad` and `noisy_mean` instead. `clip_sum` explains the guarantees.
 
-    The privacy of a run depends on the sampling of the batches and the number of steps. You can use
-    an accountant to compute it (see `optaxclip.per_example`). Note that the random generators of
-    JAX are not cryptographic.
+    Gaussian noise is drawn and added in float32 or wider. Its standard deviation is
+    `noise_multiplier` times the threshold. The results are then rounded to the dtypes of the
+    updates. Note that JAX's random generators are not cryptographic.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
     Args:
-      threshold: The maximum L2 norm of the contribution of an example, as in `clip_sum`. It can
-        also be a schedule `count -> threshold`, or `quantile_threshold(...)`, which stores its
-        threshold in the state. The `count_noise` of a quantile threshold must exceed half the noise
-        multiplier. The noise on the sum is then larger, and follows `adjust_noise_multiplier`.
-      noise_multiplier: The ratio of the standard deviation of the noise to the threshold. It has no
-        default. Note that 0 means no noise, which is not private.
-      key: A key from `jax.random`, or an int from which a key is created. It is required for noise.
-        The state stores a key in its original form. If `key` is an int, `jax.random.key` is used.
-        The `to_bytes` function of Flax cannot store such keys. If you use it, pass
-        `jax.random.PRNGKey(seed)`. Without a key, `optax.inject_hyperparams` requires
+      threshold: The maximum L2 norm of an example's contribution, as in `clip_sum`. It can also be
+        a schedule `count -> threshold`, or `quantile_threshold(...)`. The `count_noise` of a
+        quantile threshold must exceed half the noise multiplier. The noise on the sum is then
+        larger (see `adjust_noise_multiplier`).
+      noise_multiplier: The ratio of the standard deviation of the noise to the threshold. If it is
+        0, the results are not private.
+      key: A key from `jax.random`, or an int from which `jax.random.key` creates one. It is
+        required for noise. Flax's `to_bytes` cannot store typed keys. If you use it, pass
+        `jax.random.PRNGKey(seed)`. If you use `optax.inject_hyperparams` without a key, also pass
         `static_args=("noise_multiplier",)`.
       reduction: "mean" (the default) or "sum".
-      batch_size: The divisor of the mean. Defaults to the number of examples that are not padding.
-        Use the expected number for Poisson sampling, because the true number is not private.
-      scope: The scope that defines the elements of an example that share a norm. Defaults to all
-        elements.
+      batch_size: The divisor of the mean. Defaults to the number of examples without padding. For
+        Poisson sampling, use the expected number because the actual number is not private.
+      scope: The elements of an example that share a norm, as in `clip_sum`. Defaults to all.
       response: The response to a norm above its threshold, as in `clip_sum`.
-      split: The division of the threshold between the groups, as in `clip_sum`.
+      split: How to divide the threshold between the groups, as in `clip_sum`.
 
     Returns:
-      A transformation with a `PerExampleState`. Its update accepts `is_padding=`, bool
-      `[examples]`.
+      A transformation with a `PerExampleState`. `update` accepts `is_padding=`, bool `[examples]`.
 
     Raises:
-      ValueError: If a threshold or a multiplier is negative or NaN, if there is noise without a
-        key, if a name is unknown, or if `noise_multiplier` is not below `2 * count_noise`. Also
-        raised by `update` if the gradients have no example axis. It also raises it inside
-        `shard_map` or `pmap` if the sums differ across devices, because they would all get the same
-        noise.
-      TypeError: If a threshold or a multiplier is not a number, or if `key` is not a key.
+      ValueError: If an argument is out of its range, or if noise is requested without a key. Also
+        raised by `update` if the gradients have no example axis, or if sums differ across devices
+        inside `shard_map` or `pmap`, since all devices add the same noise.
+      TypeError: If a threshold or multiplier is not a number, or if `key` is not a key.
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
-      >>> def loss_fn(w, x, y):
-      ...     return (jnp.dot(w, x) - y) ** 2
       >>> tx = optaxclip.per_example_clip_and_aggregate(1.0, noise_multiplier=1.1, key=0)
       >>> w, x, y = jnp.zeros(2), jnp.ones((64, 2)), jnp.ones(64)
-      >>> state = tx.init(w)
-      >>> grads = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(w, x, y)
-      >>> updates, state = tx.update(grads, state, w)
+      >>> grad_fn = jax.grad(lambda w, x, y: (jnp.dot(w, x) - y) ** 2)
+      >>> grads = jax.vmap(grad_fn, (None, 0, 0))(w, x, y)
+      >>> updates, state = tx.update(grads, tx.init(w), w)
       >>> print(updates, state.num_clipped)
       [-0.7 -0.7] 64
     """
     clip = ExampleClip.create(_check_threshold(threshold), scope, response, split)
     rule = threshold if isinstance(threshold, QuantileThreshold) else None
     noise_multiplier = check_minimum(noise_multiplier, 0, "noise_multiplier")
+    sum_multiplier, is_noisy = cast_to_float32(noise_multiplier), not is_zero(noise_multiplier)
     if rule is not None:
         sum_multiplier = adjust_noise_multiplier(noise_multiplier, rule.count_noise)
-    else:
-        sum_multiplier = cast_to_float32(noise_multiplier)
-    is_noisy = not is_zero(noise_multiplier) or (rule and not is_zero(rule.count_noise))
-    init_key = _check_key(key, is_needed=bool(is_noisy))
+        is_noisy = is_noisy or not is_zero(rule.count_noise)
+    init_key = _check_key(key, is_needed=is_noisy)
     reduction = check_choice(reduction, get_args(Reduction), "reduction")
     if batch_size is not None:
         batch_size = check_minimum(batch_size, 1, "batch_size")
@@ -187,12 +175,9 @@ def per_example_clip_and_aggregate(
             counts = (sums.num_unclipped, examples)
             next_threshold = rule.update(state.threshold, *counts, count_key, batch_size=size)
         divisor = jnp.maximum(cast_to_float32(size), 1) if reduction == "mean" else jnp.ones(())
+        num_clipped = examples - sums.num_unclipped - sums.num_dropped
         new_state = PerExampleState(
-            steps=safe_increment(state.steps),
-            key=next_key,
-            threshold=next_threshold,
-            num_clipped=examples - sums.num_unclipped - sums.num_dropped,
-            num_dropped=sums.num_dropped,
+            safe_increment(state.steps), next_key, next_threshold, num_clipped, sums.num_dropped
         )
         rounded, like = _divide_and_cast(total, divisor, one), one.inexact_leaves()
         chex.assert_shape(rounded, [x.shape for x in like])
@@ -220,14 +205,13 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
     if key is None:
         if is_needed:
             raise ValueError(
-                "key must be given for noise, as a key from jax.random or an int, got None; pass a "
-                "key, or noise_multiplier=0 for no noise (with optax.inject_hyperparams, also pass "
-                'static_args=("noise_multiplier",))'
+                "key must be a key from jax.random or an int, got None; pass a key, or set "
+                "noise_multiplier=0"
             )
         return None
     if np.shape(key) == () and is_real(key) and jnp.issubdtype(jnp.result_type(key), jnp.integer):
-        # JAX truncates seeds to 32 bits (as of JAX 0.10.2), so the higher words and the sign of
-        # negative ints are folded in.
+        # JAX truncates seeds to 32 bits (as of JAX 0.10.2), so higher words and the sign are folded
+        # in.
         if isinstance(key, Tracer) or -(2**31) <= int(key) < 2**32:
             return jax.random.key(key)
         result, rest = jax.random.key(int(key) & 0xFFFFFFFF), int(key) >> 32
@@ -235,19 +219,19 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
             result, rest = jax.random.fold_in(result, np.uint32(rest & 0xFFFFFFFF)), rest >> 32
         return result if int(key) >= 0 else jax.random.fold_in(result, 0)
     if not is_key(key):
-        raise TypeError(f"key must be one key from jax.random, or an int, got {key!r}")
+        raise TypeError(f"key must be one key from jax.random or an int, got {key!r}")
     return jnp.asarray(key)
 
 
 _HINT = (
-    "pass the gradients of examples, as from jax.vmap(jax.grad(loss_fn), (None, 0)). Note that "
-    "optax.MultiSteps cannot wrap per_example_clip_and_aggregate, because it passes a mean. For "
-    "microbatches, use per_example.clipped_grad(microbatch_size=) and per_example.noisy_mean"
+    "pass per-example gradients, as from jax.vmap(jax.grad(loss_fn), (None, 0)). optax.MultiSteps "
+    "cannot wrap per_example_clip_and_aggregate because it passes a mean. For microbatches, use "
+    "per_example.clipped_grad(microbatch_size=) and per_example.noisy_mean"
 )
 
 
 def _check_example_axis(flat: FlatTree, params: PyTree | None) -> None:
-    """Checks that no gradient has the shape of its parameter, because its rows are no examples."""
+    """Checks that gradients do not have the shapes of their parameters, without an example axis."""
     if params is None:
         return
     flat_params = flatten(params, "params")
@@ -257,25 +241,23 @@ def _check_example_axis(flat: FlatTree, params: PyTree | None) -> None:
         shape = np.shape(flat.leaves[i])
         if shapes.get(flat.paths[i]) == shape:
             raise ValueError(
-                "updates must have an example axis before the axes of the parameters, but leaf "
+                "updates must have a leading example axis, but leaf "
                 f"{leaf_name(flat.paths[i])!r} has the shape {shape} of its parameter; {_HINT}"
             )
 
 
 def _check_sums_replicated(flat: FlatTree) -> None:
-    """Checks that the sums are equal on all devices, which would otherwise share their noise."""
+    """Checks that the sums are equal on all devices because all devices add the same noise."""
     leaves, manual = flat.inexact_leaves(), meshes.manual_axes()
     axes = meshes.tree_varying_axes(leaves) if meshes.has_vma_tracking() else manual
     if axes:
         raise ValueError(
-            "updates must be the same on all devices, got sums that differ along "
-            f"{sorted(axes)} and would share their noise; use clipped_grad or clip_sum, "
-            "jax.lax.psum(result.grads, ...) and per_example.noisy_mean, or call this stage under "
-            "jit"
+            f"updates must be equal on all devices, got sums that differ along {sorted(axes)} but "
+            "would share their noise; use clipped_grad or clip_sum, jax.lax.psum(result.grads, "
+            "...), and per_example.noisy_mean, or call this stage under jit"
         )
 
 
 def _divide_and_cast(leaves: list[Array], divisor: Array, example: FlatTree) -> list[Array]:
-    """Divides the leaves, and casts them to the dtypes of the updates."""
     pairs = zip(leaves, example.inexact_leaves(), strict=True)
     return [(x / divisor.astype(x.dtype)).astype(like.dtype) for x, like in pairs]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -25,6 +25,8 @@ from optaxclip._engine.scale import Multiplier, compute_multiplier, scale
 from optaxclip.norms import l2
 from optaxclip.responses import Response
 
+LeafAxes: TypeAlias = tuple[tuple[int, ...], ...]  # The axes that share a multiplier, by leaf.
+
 
 class ClippedSums(NamedTuple):
     """The sum of a batch of clipped examples, with the counts and norms of `PerExampleResult`."""
@@ -33,30 +35,36 @@ class ClippedSums(NamedTuple):
     num_clipped: NormTree  # i32[groups], in the structure of the public norms.
     num_unclipped: Array  # i32[]
     num_dropped: Array  # i32[]
-    norms: NormTree  # f32[examples, groups], 0 for padding.
+    norms: NormTree | None  # f32[examples, groups], 0 for padding. None for running sums.
+
+    @classmethod
+    def of_norms(cls, norms: NormTree | None = None) -> "ClippedSums":
+        """Returns zero sums with these norms."""
+        zero = jnp.zeros((), jnp.int32)
+        return cls([], zero, zero, zero, norms)
 
 
 @register_state
 class PerExampleResult(NamedTuple):
     """The sum of clipped examples, with norms and counts.
 
-    Only `grads` is bounded. Noise on the sum does not protect the other fields. Note that even the
-    counts are not private.
+    Only `grads` is bounded. Noise on the sum does not protect the other fields, and even the counts
+    are not private.
 
     Attributes:
-      grads: The tree of the sum, in float32 or wider.
-      num_clipped: int32, the number of examples in which a group exceeded its threshold by more
-        than rounding: `[]` for the scope `tree`, `[groups]` for labels and leaves, and a dict of
+      grads: The tree of sums, in float32 or wider.
+      num_clipped: The number of examples in which a group exceeded its threshold by more than
+        rounding, int32[] for the scope `tree`, int32[groups] for labels and leaves, and a dict of
         arrays for `axes` and `unit`.
-      num_dropped: int32[], the number of examples that added nothing because they, or the
-        threshold, were non-finite. They count neither as clipped nor as unclipped.
+      num_dropped: int32[], the number of non-finite examples, which are excluded and not counted as
+        clipped or unclipped.
       norms: The norms of the examples before clipping, in float32 or wider, in the structure of
         `num_clipped` with a leading example axis. The norms of padding are 0.
-      num_unclipped: int32[], the number of examples without a group above its threshold.
+      num_unclipped: int32[], the number of examples in which no group exceeded its threshold.
       losses: The losses `[examples]`, from `clipped_grad`.
       aux: The auxiliary output of the loss with a leading example axis, from `clipped_grad`.
-      bound: The maximum norm of the contribution of an example to `grads`, `[]`, in float32 or
-        wider. `noisy_mean` uses it to compute the noise. It is None in manually created results.
+      bound: The maximum norm of an example's contribution to `grads`, `[]`, in float32 or wider.
+        None in manually created results.
     """
 
     grads: PyTree
@@ -73,13 +81,12 @@ def result_of(sums: ClippedSums, grads: PyTree) -> PerExampleResult:
     """Returns the public result for sums and the tree of the summed gradients."""
     chex.assert_trees_all_equal_structs(sums.num_clipped, sums.norms)
     chex.assert_shape([sums.num_dropped, sums.num_unclipped], ())
-    return PerExampleResult(
-        grads, sums.num_clipped, sums.num_dropped, sums.norms, sums.num_unclipped
-    )
+    counts = (sums.num_clipped, sums.num_dropped, sums.norms, sums.num_unclipped)
+    return PerExampleResult(grads, *counts)
 
 
 def sums_specs(examples: Any, params: list[Any] | None = None) -> Any:
-    """Returns the specs of `ClippedSums`, as `example_out_specs`."""
+    """Returns the specs of `ClippedSums`, as in `example_out_specs`."""
     specs: Any = example_out_specs(examples, params)
     return ClippedSums(specs.sums, specs.counts, specs.counts, specs.counts, specs.norms)
 
@@ -92,19 +99,14 @@ def compute_clipped_sums(
     *,
     grouping: Grouping,
     response: Response,
-    are_inputs: bool = False,
+    are_inputs: bool = False,  # True if the leaves are not computed in the same program.
 ) -> ClippedSums:
-    """Clips the examples of leaves `[examples, ...]` and sums the results.
-
-    The thresholds `[*group]` are those of the groups of one example. Use `are_inputs` if the leaves
-    are not computed in the same program.
-    """
-    # The leaves are cast to a wider dtype because rounding could increase a norm above its
-    # threshold.
+    """Clips the examples of leaves `[examples, ...]` to thresholds `[*group]`, and sums them."""
+    # Without this cast, rounding could increase a norm above its threshold.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]  # [examples, ...]
     # Arrays in memory already have this order. XLA on CPUs would still copy them, which triples the
-    # time of a call (as of JAX 0.10.2). Note that it also copies the arguments of a surrounding
-    # `jit`. Layouts of `jax.experimental.layout` would avoid this copy but cannot be exported.
+    # time of a call (as of JAX 0.10.2). It also copies the arguments of a surrounding `jit`.
+    # Layouts of `jax.experimental.layout` would avoid this copy but cannot be exported.
     if not are_inputs and (meshes.manual_axes() or meshes.is_unsharded(leaves)):
         leaves = force_row_major(leaves)
     measured = _measure_examples(leaves, grouping, is_padding.size)
@@ -124,29 +126,27 @@ def compute_example_norms(
     leaves: list[Array], is_padding: Array, *, grouping: Grouping
 ) -> NormTree:
     """Computes the norms of the examples of leaves `[examples, ...]`, in their public structure."""
-    # The leaves are not stored in any order. On CPUs, XLA can then compute the outer products of
-    # backpropagation inside the sums, which takes half the time (as of JAX 0.10.2).
+    # No memory order is forced. On CPUs, XLA can then compute the outer products of backpropagation
+    # inside the sums, which takes half the time (as of JAX 0.10.2).
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
     measured = _measure_examples(leaves, grouping, is_padding.size)
     return arrange_example_norms([norms.norm for norms in measured], is_padding, grouping)
 
 
 def sum_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """Returns the dtype of sums: float32 or float64, or the own dtype of complex leaves."""
+    """Returns the dtype of sums: float32 or float64, or the original dtype of complex leaves."""
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     return jnp.dtype(dtype) if is_complex else accumulation_dtype(dtype)
 
 
 def _measure_examples(leaves: list[Array], grouping: Grouping, examples: int) -> list[ScaledNorms]:
     """Computes the norms of the groups, `[examples, *group]`, with upper bounds."""
-    groups = tuple(
-        dataclasses.replace(group, shape=(examples, *group.shape)) for group in grouping.groups
-    )
+    groups = [dataclasses.replace(x, shape=(examples, *x.shape)) for x in grouping.groups]
     axes = tuple(tuple(axis + 1 for axis in reduced) for reduced in grouping.axes)
     # The layout "dict" would sort the groups by shape. The layout "scalar" is kept because its norm
     # is 0 if the tree has no leaves.
     layout = "scalar" if grouping.layout == "scalar" else "vector"
-    batched = dataclasses.replace(grouping, groups=groups, axes=axes, layout=layout)
+    batched = dataclasses.replace(grouping, groups=tuple(groups), axes=axes, layout=layout)
     plan = Plan(batched, LeafShardings.unsharded(leaves))
     # f32[examples, *group] for all fields and groups
     fields = map(plan.unpack, measure(leaves, plan, l2, from_above=True))
@@ -158,21 +158,17 @@ def compute_example_multipliers(
     thresholds: list[Array],
     is_padding: Array,
     *,
-    margin: float,
+    margin: float,  # The epsilon of the dtype in which leaves are multiplied.
     grouping: Grouping,
     response: Response,
 ) -> tuple[list[Multiplier], ClippedSums]:
-    """Computes the multipliers `[examples, *group]`, and the `ClippedSums` without leaves.
-
-    The ratios of examples that are not added are 0. `margin` is the epsilon of the dtype in which
-    the leaves are multiplied.
-    """
+    """Computes the multipliers `[examples, *group]`, and the `ClippedSums` without leaves."""
     rows = zip(thresholds, measured, strict=True)
     # [*group] -> [examples, *group]
     thresholds = [jnp.broadcast_to(threshold[None], norms.norm.shape) for threshold, norms in rows]
-    # Strict clipping keeps norms below the threshold despite rounding. However, the threshold was
-    # rounded up to 3 times, and a leaf that is narrower than its norm rounds its multiplier.
-    # Therefore, the thresholds are lowered.
+    # Strict clipping bounds norms despite rounding. However, the threshold was rounded up to 3
+    # times, and a leaf that is narrower than its norm rounds its multiplier. Therefore, the
+    # thresholds are lowered.
     lowered = [threshold * (1 - margin) for threshold in thresholds]
     compute = functools.partial(
         compute_multiplier, response=_BoundedResponse(response), nonfinite="nan", strict=True
@@ -202,15 +198,15 @@ def compute_example_multipliers(
     return multipliers, sums
 
 
-# A dataclass, because `compute_multiplier` is traced again for functions that are not equal.
+# A dataclass because `compute_multiplier` is traced again for unequal functions.
 @dataclasses.dataclass(frozen=True)
 class _BoundedResponse:
-    """A response with norms between 0 and the target."""
+    """Clips the norms of a response to the range from 0 to the target."""
 
     response: Response
 
     def __call__(self, norm: Array, trigger: Array, target: Array) -> Array:
-        # A negative norm would reverse the example, and could add more than the target.
+        # A negative norm would reverse the example, which could add more than the target.
         return jnp.minimum(jnp.maximum(self.response(norm, trigger, target), 0), target)
 
 
@@ -232,7 +228,6 @@ def expand_like(x: Array, like: Array, example: int = 0) -> Array:
 
 
 def _any_group(flags: list[Array], like: Array) -> Array:
-    """Returns `True` for examples with a flag in any group, bool `[examples]`."""
     # [examples, *group] -> [examples]
     by_group = [jnp.any(flag, axis=tuple(range(1, flag.ndim))) for flag in flags]
     return functools.reduce(jnp.logical_or, by_group, jnp.zeros_like(like))
@@ -242,52 +237,37 @@ _scale = functools.partial(scale, strict=False, zero_nonfinite=True)
 
 
 def compute_weighted_sums(
-    leaves: list[Array], by_leaf: list[Multiplier], axes: tuple[tuple[int, ...], ...]
+    leaves: list[Array], by_leaf: list[Multiplier], axes: LeafAxes
 ) -> list[Array]:
-    """Sums leaves `[examples, ...]` times their multipliers over the examples.
-
-    Nothing is added if a ratio is 0, even if the example is non-finite. `axes` are the axes of one
-    example that share a multiplier.
-    """
+    """Sums leaves `[examples, ...]` times their multipliers, without examples whose ratio is 0."""
     if not leaves or leaves[0].shape[0] == 0:
         return [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
     if not meshes.manual_axes() and not meshes.is_unsharded(leaves):
         return _sum_fused(leaves, by_leaf, axes=axes)
-    matmul, fused = (functools.partial(fn, axes=axes) for fn in (_sum_by_matmul, _sum_fused))
+    matmul, fused = (functools.partial(fn, axes=axes) for fn in (_sum_matmul, _sum_fused))
     return sum_weighted(leaves, by_leaf, by_products=matmul, fused=fused)
 
 
-def _sum_fused(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
+def _sum_fused(leaves: list[Array], by_leaf: list[Multiplier], *, axes: LeafAxes) -> list[Array]:
     return [  # [examples, ...] -> [...]
         jnp.sum(_scale(leaf, by, axes=tuple(axis + 1 for axis in reduced)), axis=0)
-        for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
+        for leaf, by, reduced in zip(leaves, by_leaf, axes, strict=True)
     ]
 
 
-def _sum_by_matmul(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
+def _sum_matmul(leaves: list[Array], by_leaf: list[Multiplier], *, axes: LeafAxes) -> list[Array]:
     """Sums by matrix products if all factors are finite normal numbers, otherwise by a loop."""
     if leaves[0].shape[0] == 1:
-        return _sum_fused(leaves, multipliers, axes=axes)
-    factors = [by.factor for by in multipliers]  # [examples, *group]
+        return _sum_fused(leaves, by_leaf, axes=axes)
+    factors = [by.factor for by in by_leaf]  # [examples, *group]
     is_plain = [jnp.all(x >= jnp.finfo(x.dtype).tiny) & jnp.all(jnp.isfinite(x)) for x in factors]
-    return lax.cond(
-        functools.reduce(jnp.logical_and, is_plain),
-        functools.partial(_multiply_matrices, axes=axes),
-        functools.partial(_sum_by_loop, axes=axes),
-        leaves,
-        multipliers,
-    )
+    multiply, loop = (functools.partial(fn, axes=axes) for fn in (_multiply, _sum_by_loop))
+    return lax.cond(functools.reduce(jnp.logical_and, is_plain), multiply, loop, leaves, by_leaf)
 
 
-def _multiply_matrices(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
+def _multiply(leaves: list[Array], by_leaf: list[Multiplier], *, axes: LeafAxes) -> list[Array]:
     sums, einsum = [], functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True):
+    for leaf, by, reduced in zip(leaves, by_leaf, axes, strict=True):
         kept = [axis + 1 for axis in range(leaf.ndim - 1) if axis not in reduced]
         all_axes = [*range(leaf.ndim)]
         parts = [  # [examples, *kept], [examples, ...] -> [...]
@@ -298,16 +278,14 @@ def _multiply_matrices(
     return sums
 
 
-def _sum_by_loop(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
+def _sum_by_loop(leaves: list[Array], by_leaf: list[Multiplier], *, axes: LeafAxes) -> list[Array]:
     """Sums one example after another, without a second copy of the batch."""
 
     def add_example(i: Array | int, totals: list[Array] | None) -> list[Array]:
         # [examples, ...] -> [...]
         index = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
-        example, by_leaf = jax.tree.map(index, (leaves, multipliers))
-        rows = zip(example, by_leaf, axes, strict=True)
+        example, multipliers = jax.tree.map(index, (leaves, by_leaf))
+        rows = zip(example, multipliers, axes, strict=True)
         scaled = [_scale(leaf, by, axes=reduced) for leaf, by, reduced in rows]
         return scaled if totals is None else jax.tree.map(jnp.add, totals, scaled)
 

@@ -1,8 +1,4 @@
-"""Clips per-example gradients and sums them.
-
-`ExampleClip` resolves the thresholds of the groups of an example. `clip_sum` and the counterparts
-of Optax's functions apply it to gradients with a leading example axis.
-"""
+"""Clips per-example gradients and sums them."""
 
 import math
 from collections.abc import Mapping
@@ -14,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+import optaxclip.per_example._batched_clip as batched_clip
 import optaxclip.scopes as scopes
 from optaxclip._backend.leaf_shardings import check_examples_unsharded
 from optaxclip._backend.packing import ravel_and_concatenate, split_and_reshape
@@ -23,12 +20,6 @@ from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, check_choice, short_repr
 from optaxclip._engine.plan import resolve_scope
 from optaxclip._loss_arguments import get_batch_size
-from optaxclip.per_example._batched_clip import (
-    ClippedSums,
-    PerExampleResult,
-    compute_clipped_sums,
-    result_of,
-)
 from optaxclip.per_example._noise import QuantileThreshold
 from optaxclip.responses import Response, as_response
 from optaxclip.scopes import Scope
@@ -39,11 +30,10 @@ Split = Literal["uniform", "size"]
 ExampleThreshold: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
 
 _WHOLE_EXAMPLE = scopes.tree()
-"""The default scope, with one norm for the whole example."""
 
 
 class ExampleClip(NamedTuple):
-    """Checked options of per-example clipping. Only `threshold` is not static under `jit`."""
+    """Checked options of per-example clipping. Only `threshold` can be traced under `jit`."""
 
     threshold: ExampleThreshold
     scope: Scope
@@ -61,18 +51,13 @@ class ExampleClip(NamedTuple):
         return cls(threshold, scope, as_response(response), checked_split)
 
     def compute_thresholds(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
-        """Returns the groups of an example, their thresholds `[*group]`, and the threshold `[]`.
-
-        The last threshold bounds the norm of the whole example. Its square is at least the sum of
-        the squared thresholds of the groups. Thresholds are float64 if a leaf is 64-bit, and
-        float32 otherwise.
-        """
+        """Returns the groups, their thresholds `[*group]`, and the threshold `[]` of an example."""
         grouping = self.scope(one)
         dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.inexact_leaves()})
         if isinstance(self.threshold, Mapping):
             thresholds = _compute_named_thresholds(dict(self.threshold), grouping, dtype)
             return grouping, thresholds, combine_norms(ravel_and_concatenate(thresholds))
-        # A traced threshold may be negative, and is then used as 0.
+        # Only a traced threshold can be negative. It is treated as 0.
         bound = jnp.maximum(jnp.asarray(self.threshold).astype(dtype), 0)  # f32[]
         sizes = [math.prod(np.shape(leaf)) for leaf in one.inexact_leaves()]
         fractions = _split_square(grouping, sizes, self.split)
@@ -82,11 +67,11 @@ class ExampleClip(NamedTuple):
         thresholds = [jnp.broadcast_to(bound * root, group.shape) for root, group in rows]
         return grouping, thresholds, bound
 
-    def sums(self, leaves: list[Any], one: FlatTree, is_padding: Array) -> ClippedSums:
+    def sums(self, leaves: list[Any], one: FlatTree, is_padding: Array) -> batched_clip.ClippedSums:
         """Clips measured leaves `[examples, ...]` and sums them."""
         grouping, thresholds, _ = self.compute_thresholds(one)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
-        return compute_clipped_sums(
+        return batched_clip.compute_clipped_sums(
             arrays,
             thresholds,
             is_padding,
@@ -97,7 +82,7 @@ class ExampleClip(NamedTuple):
 
 
 def check_example_threshold(threshold: Any, argument: str) -> ExampleThreshold:
-    """Checks that a threshold is a number, or a dict from names of groups to numbers."""
+    """Checks that a threshold is a number, or a dict from group names to numbers."""
     if isinstance(threshold, Mapping):
         items = threshold.items()
         return {name: _check_number(value, f"{argument}[{name!r}]") for name, value in items}
@@ -107,9 +92,8 @@ def check_example_threshold(threshold: Any, argument: str) -> ExampleThreshold:
 def _check_number(threshold: Any, argument: str) -> Any:
     if callable(threshold) or isinstance(threshold, QuantileThreshold):
         raise TypeError(
-            f"{argument} must be a number or scalar array, got {short_repr(threshold)}; pass its "
-            "threshold at this step, or use per_example_clip_and_aggregate, which accepts a "
-            "schedule or quantile_threshold()"
+            f"{argument} must be a number or scalar array, got {short_repr(threshold)}; pass the "
+            "threshold of this step, or use per_example_clip_and_aggregate"
         )
     return check_threshold_value(threshold, argument, by_name=True)
 
@@ -117,7 +101,7 @@ def _check_number(threshold: Any, argument: str) -> Any:
 def _compute_named_thresholds(
     threshold: dict[str, Any], grouping: Grouping, dtype: jnp.dtype
 ) -> list[Array]:
-    """Returns the thresholds `[*group]` of a dict from names of groups."""
+    """Returns the thresholds `[*group]` of a dict from group names."""
     if grouping.layout == "dict":
         names = [(group.names[0], group.shape) for group in grouping.groups]
     else:
@@ -130,12 +114,12 @@ def _compute_named_thresholds(
 
 
 def _split_square(grouping: Grouping, sizes: list[int], split: Split) -> list[float]:
-    """Returns the fractions of the squared threshold of the groups, which sum to 1."""
+    """Returns the groups' fractions of the squared threshold, which sum to 1."""
     counts = [math.prod(group.shape) for group in grouping.groups]
     if split == "uniform":
         return [1 / max(sum(counts), 1)] * len(counts)
     elements = [sum(sizes[i] for i in group.leaf_indices) for group in grouping.groups]
-    # The denominators are at least 1 to support empty trees and arrays without groups.
+    # Denominators are at least 1 to support empty trees and arrays without groups.
     denominators = [max(count, 1) * max(sum(sizes), 1) for count in counts]
     return [own / total for own, total in zip(elements, denominators, strict=True)]
 
@@ -149,52 +133,44 @@ def clip_sum(
     split: Literal["uniform", "size"] = "uniform",
     is_padding: ArrayLike | None = None,
     specs: PyTree = None,
-) -> PerExampleResult:
-    """Clips the gradient of each example and sums them.
+) -> batched_clip.PerExampleResult:
+    """Clips per-example gradients and sums them.
 
-    Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133. Per leaf:
-    McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
+    The L2 norm of an example's contribution never exceeds `threshold`, in any dtype of the
+    gradients. Norms, products, and the sum are computed in float32 (float64 for 64-bit leaves).
+    Rounding may reduce norms at the threshold, by a fraction of at most 2e-6 in float32. Examples
+    with a NaN or infinite element contribute nothing. Other examples below their threshold are
+    summed unchanged. Use `noisy_mean` to make the sum private.
 
-    The L2 norm of the contribution of an example never exceeds `threshold`, in any dtype of the
-    gradients. Norms, products and the sum are computed in float32 (float64 for 64-bit leaves).
-    Groups that exceed their threshold, or may exceed it by rounding, are clipped below it. The
-    relative difference is at most 2e-6 in float32. Examples with a NaN or infinite element add
-    exactly nothing. Finite examples below their threshold are summed without modification.
-
-    Note that the sum over many examples is rounded, as all floating-point sums.
-    `per_example_clip_and_aggregate` adds noise and explains how the bound relates to privacy.
+    Sources: Abadi et al., 2016, arXiv 1607.00133. Per leaf: McMahan, Ramage, Talwar, and Zhang,
+    2017, arXiv 1710.06963.
 
     Args:
-      grads: Real or complex floating-point leaves `[examples, ...]`. `None` leaves are kept.
-        Integer, bool and `float0` leaves are ignored, and are returned as zeros without the example
-        axis.
-      threshold: The maximum L2 norm of the contribution of an example. It can be a number or a
-        scalar array, which is divided between the groups according to `split`. It can also be a
-        dict from names of groups to their thresholds. Negative traced thresholds and thresholds
-        below the smallest normal number (1.2e-38 in float32) are used as 0. If a traced threshold
-        is NaN, all examples are dropped.
-      scope: A scope from `optaxclip.scopes`, which defines the elements of an example that share a
+      grads: Real or complex leaves `[examples, ...]`. `None` leaves are kept. Integer, bool, and
+        `float0` leaves are returned as zeros without the example axis.
+      threshold: The maximum L2 norm of an example's contribution. A number or scalar array is
+        divided between the groups according to `split`. A dict maps group names to their
+        thresholds. Traced thresholds that are negative or subnormal (below 1.2e-38 in float32) are
+        treated as 0. If a traced threshold is NaN, all examples are dropped.
+      scope: A scope from `optaxclip.scopes`, which defines which elements of an example share a
         norm. Defaults to all elements.
-      response: "clip", "normalize", "smooth", "auto_s" or a function (see `optaxclip.responses`).
-        The norms that it returns are clipped to the range from 0 to the threshold.
-      split: If "uniform", the threshold of `K` groups is `threshold / sqrt(K)`. If "size", the
-        threshold of a group with `D_i` of `D` elements is `threshold * sqrt(D_i / D)`.
-      is_padding: bool `[examples]`, with True for examples that are padding and add nothing. By
-        default, no example is padding.
+      response: "clip", "normalize", "smooth", "auto_s", or a function (see `optaxclip.responses`).
+        The returned norms are clipped to the range from 0 to the threshold.
+      split: If "uniform", the threshold of each of `K` groups is `threshold / sqrt(K)`. If "size",
+        the threshold of a group with `D_i` of `D` elements is `threshold * sqrt(D_i / D)`.
+      is_padding: bool `[examples]`, True for padding, which adds nothing. Defaults to no padding.
       specs: A `PartitionSpec`, or a pytree prefix of the gradients with such specs. It is required
-        inside `shard_map` and `pmap` if devices have different gradients. `PartitionSpec("x")`
-        means that the devices along "x" have different examples. Gradients that are sharded along
-        other axes are rejected.
+        inside `shard_map` and `pmap` if the gradients differ between devices. `PartitionSpec("x")`
+        means that devices along "x" have different examples. Individual examples must not be
+        sharded.
 
     Returns:
-      A `PerExampleResult` with the sum, the norms and the counts.
+      A `PerExampleResult` with the sum, the norms, and the counts.
 
     Raises:
-      ValueError: If a threshold is negative, NaN or not a scalar, if the leaves do not share an
-        example axis, or if a name is unknown. Inside `shard_map` and `pmap`, also if the gradients
-        may be sharded.
-      TypeError: If the threshold is not a number, if the scope is not a scope, or if a leaf is not
-        a dense array.
+      ValueError: If an argument is out of its range, if the leaves do not share an example axis, or
+        if gradients may be sharded inside `shard_map` or `pmap`.
+      TypeError: If an argument has the wrong type, or if a leaf is not a dense array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -208,18 +184,16 @@ def clip_sum(
     flat = flatten(grads, "grads")
     sums = _clip_and_sum(flat, clip, specs, is_padding)
     bound = clip.compute_thresholds(example_spec(flat))[2]
-    return result_of(sums, sum_tree(flat, sums.leaves))._replace(bound=bound)
+    return batched_clip.result_of(sums, sum_tree(flat, sums.leaves))._replace(bound=bound)
 
 
 def per_example_global_norm_clip(
     grads: PyTree, l2_norm_clip: ArrayLike, *, specs: PyTree = None
 ) -> tuple[PyTree, Array]:
-    """Clips examples by their global norms and sums them, as Optax's function of this name.
+    """Clips examples by global norm and sums them, like Optax's function of the same name.
 
-    Unlike Optax's function, it keeps the bound in all dtypes and drops non-finite examples. See
-    `clip_sum` for the guarantees. `clip_sum` also returns the number of dropped examples.
-
-    Source: Abadi et al., 2016, arXiv 1607.00133.
+    Unlike Optax's function, it enforces the bound in all dtypes and drops non-finite examples, like
+    `clip_sum` (Abadi et al., 2016, arXiv 1607.00133).
 
     Args:
       grads: Leaves `[examples, ...]`. Integers are summed as float32.
@@ -230,9 +204,8 @@ def per_example_global_norm_clip(
       The sum in float32 or wider, and the number of examples above the threshold, int32[].
 
     Raises:
-      ValueError: If the threshold is negative, NaN or not a scalar, or if the leaves do not share
-        an example axis. Inside `shard_map` and `pmap`, also if the gradients may be sharded.
-      TypeError: If the threshold is not a number, or if a leaf is not a dense array.
+      ValueError: As in `clip_sum`.
+      TypeError: As in `clip_sum`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -250,24 +223,23 @@ def per_example_global_norm_clip(
 def per_example_layer_norm_clip(
     grads: PyTree, global_l2_norm_clip: ArrayLike, uniform: bool = True, *, specs: PyTree = None
 ) -> tuple[PyTree, PyTree]:
-    """Clips the leaves of examples by their norms and sums them, as Optax's function of this name.
+    """Clips leaves of examples by norm and sums them, like Optax's function of the same name.
 
-    Source: McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
+    Source: McMahan, Ramage, Talwar, and Zhang, 2017, arXiv 1710.06963.
 
     Args:
       grads: Leaves `[examples, ...]`. Integers are summed as float32.
-      global_l2_norm_clip: The maximum norm `C` of an example.
-      uniform: If True, the threshold of `K` leaves is `C / sqrt(K)`. If False, the threshold of a
-        leaf with `D_i` of `D` elements is `C * sqrt(D_i / D)`.
+      global_l2_norm_clip: The maximum norm of an example.
+      uniform: If True, splits the threshold like `split="uniform"` in `clip_sum`. If False, like
+        "size".
       specs: The specs of the gradients, as in `clip_sum`.
 
     Returns:
-      The sum in float32 or wider, and a tree with the numbers of examples in which the leaves were
-      above their thresholds, int32[].
+      The sum in float32 or wider, and a tree with the number of clipped examples per leaf, int32[].
 
     Raises:
-      ValueError: As in `per_example_global_norm_clip`.
-      TypeError: As in `per_example_global_norm_clip`.
+      ValueError: As in `clip_sum`.
+      TypeError: As in `clip_sum`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -292,32 +264,30 @@ def padding_flags(is_padding: ArrayLike | None, examples: int) -> Array:
     if flags.dtype != jnp.bool_:
         raise TypeError(f"is_padding must be bool, got dtype {flags.dtype}")
     if flags.shape != (examples,):
-        raise ValueError(
-            f"is_padding must have one element per example, shape {(examples,)}, got {flags.shape}"
-        )
+        raise ValueError(f"is_padding must have shape {(examples,)}, got {flags.shape}")
     return flags
 
 
 def _flatten_as_float(grads: PyTree) -> FlatTree:
-    """Flattens a tree and casts integers to float32, as in Optax."""
+    """Flattens a tree and casts integers to float32, like Optax."""
     flat = flatten(grads, "grads", integer_policy="measure")
     get_batch_size(flat, "grads")
-    arrays = [jnp.asarray(leaf) for leaf in flat.leaves]  # [examples, ...]
-    is_float = [jnp.issubdtype(array.dtype, jnp.inexact) for array in arrays]
-    rows = zip(arrays, is_float, strict=True)
-    return flat._replace(leaves=[x if flag else x.astype(jnp.float32) for x, flag in rows])
+    arrays = map(jnp.asarray, flat.leaves)  # [examples, ...]
+    return flat._replace(
+        leaves=[x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype("float32") for x in arrays]
+    )
 
 
 _HINT = (
-    'use specs=PartitionSpec("axis") if the devices along an axis have the whole gradients of '
-    "different examples, specs=PartitionSpec() if all devices have the same gradients, or an "
-    "explicit mesh (jax.make_mesh) under jit, which computes the norms over all devices"
+    'use specs=PartitionSpec("axis") if devices along an axis have whole gradients of different '
+    "examples, specs=PartitionSpec() if all devices have the same gradients, or jit on an explicit "
+    "mesh (jax.make_mesh)"
 )
 
 
 def _clip_and_sum(
     flat: FlatTree, clip: ExampleClip, specs: PyTree, is_padding: ArrayLike | None = None
-) -> ClippedSums:
+) -> batched_clip.ClippedSums:
     examples = get_batch_size(flat, "grads")
     check_examples_unsharded(flat, specs, of_examples=True, remedy=_HINT)
     return clip.sums(flat.inexact_leaves(), example_spec(flat), padding_flags(is_padding, examples))
@@ -325,12 +295,9 @@ def _clip_and_sum(
 
 def example_spec(flat: FlatTree) -> FlatTree:
     """Returns the tree of one example, with the shapes and dtypes of the measured leaves."""
-    leaves = [  # [examples, ...] -> [...]
-        jax.ShapeDtypeStruct(np.shape(leaf)[1:], jnp.result_type(leaf))
-        if i in set(flat.inexact_indices)
-        else leaf
-        for i, leaf in enumerate(flat.leaves)
-    ]
+    leaves = list(flat.leaves)
+    for i in flat.inexact_indices:  # [examples, ...] -> [...]
+        leaves[i] = jax.ShapeDtypeStruct(np.shape(leaves[i])[1:], jnp.result_type(leaves[i]))
     return flat._replace(leaves=leaves)
 
 

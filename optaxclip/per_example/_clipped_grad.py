@@ -1,4 +1,4 @@
-"""Computes, clips and sums per-example gradients in microbatches."""
+"""Computes, clips, and sums per-example gradients in microbatches."""
 
 import dataclasses
 import functools
@@ -10,23 +10,13 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._backend.meshes as meshes
+import optaxclip.per_example._example_loss as example_loss
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._base.validation import check_bool, check_choice, check_int, validate_call
 from optaxclip._loss_arguments import LossArguments, check_argnums, flatten_params
-from optaxclip.per_example._batched_clip import ClippedSums, PerExampleResult, result_of
-from optaxclip.per_example._clip_sum import (
-    ExampleClip,
-    ExampleThreshold,
-    padding_flags,
-)
-from optaxclip.per_example._example_loss import (
-    ExampleLoss,
-    RunningSums,
-    mixes_examples,
-    retry_separately,
-    scan_microbatches,
-)
+from optaxclip.per_example._batched_clip import PerExampleResult, result_of
+from optaxclip.per_example._clip_sum import ExampleClip, ExampleThreshold, padding_flags
 from optaxclip.per_example._ghost_clip import check_scope, compute_clipped_sums
 from optaxclip.per_example._ghost_plan import GhostNormPlan
 from optaxclip.per_example._noise import sensitivity_factor
@@ -38,10 +28,7 @@ Method = Literal["vmap", "ghost"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
-    """The function returned by `clipped_grad`, with checked arguments as fields.
-
-    Its method `sensitivity` returns the most that one example can change the sum.
-    """
+    """The function returned by `clipped_grad`, with checked arguments as fields."""
 
     loss_fn: Callable[..., Any]
     clip: ExampleClip
@@ -58,11 +45,11 @@ class ClippedGrad:
     ) -> PerExampleResult:
         """Returns the sum of the clipped gradients, with norms and counts."""
         roles = LossArguments.split(args, self.argnums, self.batch_argnums)
-        loss = ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
+        loss = example_loss.ExampleLoss(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(is_padding, loss.examples))  # [examples, ...]
         measured = loss.local_params(batch, self.specs)
         program, output = loss.program(measured)
-        is_mixing = mixes_examples(program.jaxpr)
+        is_mixing = example_loss.mixes_examples(program.jaxpr)
         one, size = self._get_clipped_tree(loss.params), self.microbatch_size
         grouping, thresholds, bound = self.clip.compute_thresholds(one)
         if self.method == "ghost":
@@ -73,10 +60,10 @@ class ClippedGrad:
             step = functools.partial(compute_clipped_sums, plan, measured, *groups)
         else:
             step = functools.partial(_clip_microbatch, self, loss, measured, one, is_mixing)
-        zeros = meshes.pvary_like(batch, RunningSums.zeros(one, grouping))
+        zeros = meshes.pvary_like(batch, example_loss.zero_sums(one, grouping))
         if is_mixing:
-            step = functools.partial(retry_separately, step, zeros)
-        sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, zeros)
+            step = functools.partial(example_loss.retry_separately, step, zeros)
+        sums, losses, aux = example_loss.scan_microbatches(step, batch, loss.examples, size, zeros)
         result = result_of(sums, one.replace_with_float0().unflatten(sums.leaves))
         return result._replace(losses=losses, aux=aux, bound=bound)
 
@@ -84,24 +71,22 @@ class ClippedGrad:
         """Returns the L2 sensitivity of the sum to one example, for scaling noise.
 
         Args:
-          relation: The relation between neighboring data sets. One of them lacks an example
-            ("add_or_remove_one"), has a blank example instead ("replace_special"), or has a
-            different example instead ("replace_one"), which doubles the change. You can also use a
-            member of `dp_accounting.NeighboringRelation`.
-          params: The parameters. They are required if `threshold` is a dict, to count the groups
-            with the same name.
+          relation: The relation between neighboring data sets, as a name or a member of
+            `dp_accounting.NeighboringRelation`. One data set lacks an example
+            ("add_or_remove_one"), has a blank example ("replace_special"), or has a different
+            example ("replace_one"), which doubles the change.
+          params: The parameters. They are required if `threshold` is a dict because several groups
+            can have the same name.
 
         Raises:
-          ValueError: If the relation is unknown, or if thresholds by name are used without
-            `params`.
+          ValueError: If the relation is unknown, or if `params` is missing.
         """
         change = sensitivity_factor(relation)
         bound: Any = self.clip.threshold
         if isinstance(bound, Mapping):
             if params is None:
                 raise ValueError(
-                    "params must be given for thresholds by name, because the sensitivity depends "
-                    "on the number of groups with the same name, got None; pass params="
+                    "params must be set if threshold is a dict, got None; pass params="
                 )
             bound = self.clip.compute_thresholds(self._get_clipped_tree(flatten_params(params)))[2]
         return change * bound
@@ -138,68 +123,55 @@ def clipped_grad(
 ) -> ClippedGrad:
     """Returns a function that computes the sum of clipped per-example gradients.
 
-    It gives the same guarantees as `clip_sum`. However, the loss must only depend on the parameters
-    and on one example. If it uses BatchNorm, `pmean` or `psum` over a batch, or receives examples
-    through a closure or a keyword argument, one example can change all contributions without bound.
+    It has the same guarantees as `clip_sum` if the loss depends only on the parameters and a single
+    example. If the loss uses BatchNorm, `pmean`, or `psum` over a batch, or accesses examples
+    through a closure or keyword argument, one example can change the sum without bound.
 
-    At most `microbatch_size` per-example gradients are in memory at the same time. The microbatches
-    are processed in a `scan`, and the last one may be smaller. Their examples are strided over the
-    batch, so devices have a part of every microbatch if the batch is sharded. Norms, losses and aux
-    are in the order of the batch.
+    At most `microbatch_size` per-example gradients are in memory at a time. Microbatches are
+    processed in a `scan`, and the last one may be smaller. They are strided over the batch, so each
+    device has part of every microbatch. Norms, losses, and aux are in the order of the batch.
 
-    Under `jit`, the sum is over the whole batch, even if it is sharded, which costs all-reduces in
-    each microbatch. Microbatches on an explicit mesh are sharded across the largest number of
-    devices that divides their size. Inside `shard_map`, sums and counts cover only the local shard,
-    and nothing is communicated. You should use `psum` afterwards, which needs one all-reduce per
-    dtype for any number of microbatches. Parameters must be replicated there, and sharded
-    parameters raise an error.
+    Under `jit`, the sum covers the whole batch even if it is sharded, which requires all-reduces in
+    each microbatch. Inside `shard_map`, the results only cover the local shard. Apply `psum` to the
+    sums and counts afterwards.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
     Args:
       loss_fn: The scalar loss of one example, `loss_fn(params, *example)`.
-      threshold: The maximum L2 norm of the contribution of an example, as in `clip_sum`.
+      threshold: The maximum L2 norm of an example's contribution, as in `clip_sum`.
       argnums: The positions of the arguments to differentiate, as in `jax.grad`. The gradients of
         integer leaves are `float0` zeros.
       batch_argnums: The positions of the arguments with a leading example axis, which can be
-        pytrees of arrays or keys. Defaults to all arguments that are not in `argnums`.
+        pytrees of arrays or keys. Defaults to all arguments except `argnums`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
-      microbatch_size: The number of examples in a microbatch. Defaults to all examples.
-      scope: The scope, which determines the elements of a per-example gradient that share a norm.
-        Defaults to all elements.
+      microbatch_size: The number of examples in a microbatch. Defaults to all examples, or to an
+        automatic size if `method` is "ghost".
+      scope: The elements of an example that share a norm, as in `clip_sum`. Defaults to all.
       response: The response to a norm above its threshold, as in `clip_sum`.
-      split: The way in which the threshold is split among the groups, as in `clip_sum`.
-      pre_clipping_transform: A function that maps the gradient of an example to any tree, for
-        example a preconditioner. Its result is clipped instead of the gradient, and determines the
-        bound, the groups and the sum.
-      method: If "vmap" (the default), computes the gradients of the examples. If "ghost", computes
-        norms and the sum without these gradients, as `grad_norms`, which is much faster if the
-        gradient of an example is larger than its activations. It supports only norms of whole
-        leaves and does not support `pre_clipping_transform`. Note that its norms are upper bounds,
-        so examples may be clipped slightly below the threshold, or far below if the contributions
-        of their tokens or pixels nearly cancel (to a thousandth). The default microbatch size is
-        chosen automatically.
-      specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`, where array
-        types do not contain the sharding. `PartitionSpec()` means that devices have all parameters.
-        Sharded parameters are rejected.
+      split: How to divide the threshold between the groups, as in `clip_sum`.
+      pre_clipping_transform: A function that maps an example's gradient to any tree, which is
+        clipped and summed instead. It requires `method="vmap"`.
+      method: If "vmap" (the default), computes per-example gradients. If "ghost", computes norms
+        and the sum without these gradients, like `grad_norms`, which is much faster if an example's
+        gradient is larger than its activations. It only supports norms of whole leaves. Its norms
+        are upper bounds, so examples may be clipped slightly below the threshold, or far below it
+        if the contributions of their tokens or pixels nearly cancel (to a thousandth).
+      specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`. They must be
+        `PartitionSpec()` because sharded parameters are rejected.
 
     Returns:
       A `ClippedGrad`, which is a function `(*args, is_padding=None, **keywords) ->
-      PerExampleResult` of the arguments of `loss_fn`. The arguments in `batch_argnums` must have a
-      leading example axis. `is_padding` is bool `[examples]`. Keyword arguments are passed to
-      `loss_fn` for all examples. The method `sensitivity` returns the maximum change of the sum by
-      one example. If you use microbatches, call the function inside `jax.jit`. Otherwise, the loop
-      is recompiled on every call.
+      PerExampleResult` of the arguments of `loss_fn`. `is_padding` is bool `[examples]`. Keyword
+      arguments are shared by all examples. If you use microbatches, call the function inside
+      `jax.jit`. Otherwise, every call recompiles the loop.
 
     Raises:
-      ValueError: If a threshold is negative, NaN or not a scalar, if the microbatch size is less
-        than 1, or if a name is unknown. Also raised by the returned function if the arguments do
-        not share an example axis, if positions do not exist or are repeated, or if the loss is not
-        a scalar. Inside `shard_map` and `pmap`, also if the parameters may be sharded, or if the
-        loss sums over devices.
-      TypeError: If the threshold is not a number, if the scope is not a scope, or if positions or
-        sizes are not ints. The function raises it for a model of Flax NNX or Equinox that contains
-        more than parameters (`docs/recipes/modules.md`).
+      ValueError: If an argument is out of its range. Also raised by the returned function if the
+        arguments do not share an example axis, if positions are invalid, if the loss is not a
+        scalar, or if parameters may be sharded or the loss sums over devices.
+      TypeError: If an argument has the wrong type. Also raised by the returned function if a Flax
+        NNX or Equinox model contains more than parameters (see `docs/recipes/modules.md`).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -211,10 +183,6 @@ def clipped_grad(
       >>> result = grad_fn(jnp.zeros(2), x, y)
       >>> print(result.grads, result.norms, result.num_clipped)
       [-0.4 -1.8 ] [10.   0.2  2. ] 2
-      >>> print(result.losses)
-      [1.   1.   0.25]
-      >>> print(per_example.clipped_grad(loss_fn, 1.0).sensitivity("replace_one"))
-      2.0
     """
     clip = ExampleClip.create(threshold, scope, response, split)
     has_aux = check_bool(has_aux, "has_aux")
@@ -223,14 +191,13 @@ def clipped_grad(
     roles = check_argnums(argnums, batch_argnums)
     if pre_clipping_transform is not None and not callable(pre_clipping_transform):
         raise TypeError(
-            "pre_clipping_transform must be a function from the gradient of an example to the tree "
-            f"to clip, got {pre_clipping_transform!r}"
+            f"pre_clipping_transform must be a function, got {pre_clipping_transform!r}"
         )
     method = check_choice(method, get_args(Method), "method")
     if method == "ghost" and pre_clipping_transform is not None:
         raise ValueError(
-            'pre_clipping_transform must be None with method="ghost", which does not compute '
-            f'per-example gradients, got {pre_clipping_transform!r}; use method="vmap"'
+            'pre_clipping_transform must be None with method="ghost", got '
+            f'{pre_clipping_transform!r}; use method="vmap"'
         )
     settings = (has_aux, microbatch_size, pre_clipping_transform, method, specs)
     return ClippedGrad(loss_fn, clip, *roles, *settings)
@@ -238,26 +205,25 @@ def clipped_grad(
 
 def _clip_microbatch(
     grad_fn: ClippedGrad,
-    loss: ExampleLoss,
+    loss: example_loss.ExampleLoss,
     measured: list[Any],
     one: FlatTree,
     is_mixing: bool,
     batch: tuple[tuple[Any, ...], Array],
-) -> tuple[ClippedSums, Array, PyTree]:
-    """Computes the clipped sums, the losses and aux of a microbatch from its gradients."""
+) -> example_loss.StepResult:
+    """Computes the clipped sums, the losses, and aux of a microbatch from its gradients."""
     examples, is_padding = batch  # [size, ...], bool[size]
 
     def grad_of_example(measured: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         results, leaves = jax.value_and_grad(loss, has_aux=True)(measured, example)
         if grad_fn.transform is not None:
-            # Transforms receive the same tree that `jax.grad` would return.
+            # Transforms receive the tree that `jax.grad` would return.
             gradient = loss.params.replace_with_float0().unflatten(leaves)
-            transformed = grad_fn.transform(gradient)
             is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
-            leaves = flatten(transformed, _TRANSFORMED).inexact_leaves()
+            leaves = flatten(grad_fn.transform(gradient), _TRANSFORMED).inexact_leaves()
             if is_mixing and is_padding.size > 1:
-                # A transform could replace NaN, and hide that an example may have spoiled all
-                # examples of the microbatch.
+                # A transform could replace NaN, which would hide that an example may have made all
+                # gradients of the microbatch non-finite.
                 is_known = functools.reduce(jnp.logical_and, is_finite, jnp.ones((), bool))
                 leaves = [jnp.where(is_known, leaf, jnp.nan) for leaf in leaves]
         return results, leaves

@@ -1,14 +1,10 @@
-"""The loss of one example, its program, and the sums over the microbatches of a batch.
-
-`ExampleLoss` calls the loss of the user and traces its program. The functions after it check this
-program for operations in which `vmap` mixes examples. `scan_microbatches` adds up the results.
-"""
+"""The loss of one example, its program, and the sums over the microbatches of a batch."""
 
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +30,8 @@ from optaxclip._loss_arguments import (
 from optaxclip.per_example._batched_clip import ClippedSums, sum_dtype
 
 _HINT = (
-    "use specs=PartitionSpec() if all parameters are on all devices and types do not show this, or "
-    "clip under jit on an explicit mesh (jax.make_mesh), which computes the norms over all devices"
+    "use specs=PartitionSpec() if parameters are replicated but types do not show this, or clip "
+    "under jit on an explicit mesh (jax.make_mesh)"
 )
 
 _SCALAR_LOSS = "the loss of one example, which has no example axis"
@@ -49,14 +45,11 @@ class ExampleLoss:
     has_aux: bool
     roles: LossArguments
     keywords: dict[str, Any]
-    params: FlatTree
 
-    @classmethod
-    def create(
-        cls, loss_fn: Callable[..., Any], has_aux: bool, roles: LossArguments, keywords: Any
-    ) -> "ExampleLoss":
-        """Flattens and checks the parameters of a call."""
-        return cls(loss_fn, has_aux, roles, keywords, flatten_params(roles.params))
+    @functools.cached_property
+    def params(self) -> FlatTree:
+        """The flattened and checked parameters."""
+        return flatten_params(self.roles.params)
 
     @property
     def examples(self) -> int:
@@ -79,10 +72,7 @@ class ExampleLoss:
         return meshes.pvary_like(batch, self.params.inexact_leaves())
 
     def program(self, measured: list[Any]) -> tuple[Any, Any]:
-        """Traces the loss, and checks that examples do not depend on the rest of the batch.
-
-        Returns the program of the parameters and one example, and the types of its output.
-        """
+        """Traces and checks the program of the parameters and one example, and its output types."""
         traced, trace = [], jax.make_jaxpr(self, return_shape=True)
         # `vmap` gives the example the type that it has in the actual call.
         append = jax.vmap(lambda x: traced.append(trace(measured, x)), axis_size=self.examples)
@@ -91,11 +81,10 @@ class ExampleLoss:
         collectives = meshes.manual_axes() and meshes.collective_primitives(program)
         if collectives:
             raise ValueError(
-                "loss_fn must depend on one example, but exchanges data between devices, by "
-                f"{', '.join(sorted(collectives))}. The threshold would not bound the contribution "
-                "of an example; use axis_name=None for a BatchNorm"
+                "loss_fn must depend on one example, but exchanges data between devices, using "
+                f"{', '.join(sorted(collectives))}; set axis_name=None for a BatchNorm"
             )
-        # The inputs are the parameters, then the example.
+        # The inputs are the parameters, followed by the example.
         flags = [i >= len(measured) for i in range(len(program.jaxpr.invars))]
         _check_random_bits(program.jaxpr, flags)
         return program, output
@@ -112,28 +101,23 @@ def _warn_of_batch_statistics(aux: PyTree) -> None:
         name = jax.tree_util.keystr(path)
         if is_nnx_statistic(leaf) or re.search("batch_stats|batch_norm.*_ema", name):
             warn(
-                f"loss_fn returns running statistics of a BatchNorm, {name}. The output of a "
-                "BatchNorm for a batch of one example is its bias, so the model would learn a "
-                "constant. Use GroupNorm or LayerNorm instead, or keep the statistics fixed "
-                "(use_running_average=True)"
+                f"loss_fn returns running statistics of a BatchNorm, {name}. The output for a "
+                "single example is its bias, so the model would learn a constant. Use GroupNorm or "
+                "LayerNorm, or keep the statistics fixed (use_running_average=True)"
             )
             return
 
 
+# Operations that may multiply elements of an example by zeros from the rest of the batch. XLA does
+# so in convolutions (as of JAX 0.10.2), and a `custom_vjp` hides its backward pass.
 _MIXING = frozenset({"conv_general_dilated", "custom_vjp_call"})
-"""Operations that may multiply elements of an example by zeros from the rest of the batch.
-
-XLA does so in convolutions (as of JAX 0.10.2). The backward pass of a `custom_vjp` is not in the
-program.
-"""
-
+# The operations that only use the first key under `vmap`, by key type (as of JAX 0.10.2).
 _RBG = {"key<rbg>": {"random_bits"}, "key<urbg>": {"random_bits", "random_split", "random_fold_in"}}
-"""The operations that only use the first key under `vmap`, by key type (as of JAX 0.10.2)."""
 
 
 def mixes_examples(program: Any) -> bool:
     """Returns `True` if a non-finite example may affect the gradients of all examples."""
-    # Products with zeros can do this, because `0 * nan` is NaN.
+    # Products with zeros can do this because `0 * nan` is NaN.
     return any(
         eqn.primitive.name in _MIXING or any(map(mixes_examples, _inner_programs(eqn)))
         for eqn in program.eqns
@@ -141,14 +125,11 @@ def mixes_examples(program: Any) -> bool:
 
 
 def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
-    """Checks that random bits of an example do not depend on the key of another example.
-
-    `depends` are flags of the inputs that depend on the example. Returns flags of the outputs.
-    """
+    """Checks that random bits only depend on an example's own key, from flags of the inputs."""
     dependent = {v for v, flag in zip(program.invars, depends, strict=True) if flag}
 
     def read_flags(atoms: Sequence[Any]) -> list[bool]:
-        # A literal has a value, and cannot be hashed.
+        # A literal has a value and cannot be hashed.
         return [not hasattr(atom, "val") and atom in dependent for atom in atoms]
 
     for eqn in program.eqns:
@@ -160,9 +141,8 @@ def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
             kinds = {"key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
             kind = kinds.get(key_dtype, "lax.rng_bit_generator")
             raise ValueError(
-                "keys of examples must be of a type for which vmap uses all keys, such as "
-                f"'threefry2x32', got {kind!r}. JAX generates its bits for all examples from the "
-                "first key, so they all change if the first example is removed; use "
+                "keys of examples must have a type with independent bits under vmap, got "
+                f"{kind!r}, which generates all bits from the first key; use "
                 "jax.random.key(seed, impl='threefry2x32')"
             )
         outputs = [True] * len(eqn.outvars)
@@ -173,7 +153,7 @@ def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
 
 
 def _check_inner_random_bits(eqn: Any, inner: Any, flags: list[bool]) -> list[bool]:
-    """Checks a program inside an equation for flags of its inputs, as `_check_random_bits`."""
+    """Checks a program inside an equation, like `_check_random_bits`."""
     all_outputs = [True] * len(eqn.outvars)
     if eqn.primitive.name == "scan":
         first = eqn.params["num_consts"]
@@ -202,98 +182,88 @@ def _inner_programs(eqn: Any) -> Iterator[Any]:
     yield from (getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns"))
 
 
-class RunningSums(NamedTuple):
-    """The fields of `ClippedSums` that are summed over microbatches: all except `norms`."""
-
-    leaves: list[Array]
-    num_clipped: NormTree
-    num_unclipped: Array
-    num_dropped: Array
-
-    @classmethod
-    def empty(cls) -> "RunningSums":
-        """Returns sums for batches of which only the norms are used."""
-        zero = jnp.zeros((), jnp.int32)
-        return cls([], zero, zero, zero)
-
-    @classmethod
-    def zeros(cls, params: FlatTree, grouping: Grouping) -> "RunningSums":
-        """Returns zeros, with leaves that are sharded like the parameters."""
-        measured = [jnp.asarray(x) for x in params.inexact_leaves()]
-        leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
-        zero = jnp.zeros((), jnp.int32)
-        counts = [jnp.zeros(group.shape, jnp.int32) for group in grouping.groups]  # i32[*group]
-        # Without groups, the norms are an empty vector of floats.
-        counts = jax.tree.map(lambda x: x.astype(jnp.int32), arrange_by_layout(counts, grouping))
-        return cls(leaves, counts, zero, zero)
+def zero_sums(params: FlatTree, grouping: Grouping) -> ClippedSums:
+    """Returns zeros, with leaves that are sharded like the parameters, without norms."""
+    measured = map(jnp.asarray, params.inexact_leaves())
+    leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
+    counts = [jnp.zeros(group.shape, jnp.int32) for group in grouping.groups]  # i32[*group]
+    # Without groups, the norms are an empty vector of floats.
+    counts = jax.tree.map(lambda x: x.astype(jnp.int32), arrange_by_layout(counts, grouping))
+    return ClippedSums.of_norms()._replace(leaves=leaves, num_clipped=counts)
 
 
-Step = Callable[..., tuple[ClippedSums, Array, PyTree]]
-"""A function from a microbatch to its sums, losses and aux."""
+StepResult: TypeAlias = tuple[ClippedSums, Array, PyTree]  # Sums, losses, and aux.
+Step: TypeAlias = Callable[..., StepResult]  # A function of a microbatch.
 
 
 def scan_microbatches(
-    step: Step, batch: PyTree, examples: int, size: int | None, zeros: RunningSums
-) -> tuple[ClippedSums, Array, PyTree]:
-    """Sums a batch `[examples, ...]`, and returns losses and aux in the order of the batch.
-
-    A microbatch has `size` examples. If it is None, it has all examples.
-    """
+    step: Step, batch: PyTree, examples: int, size: int | None, zeros: ClippedSums
+) -> StepResult:
+    """Sums a batch `[examples, ...]`, and returns losses and aux in the order of the batch."""
     size = min(size or examples, examples)
     if size == examples:
         return step(batch)
+
+    def sum_and_stack(batch: PyTree) -> tuple[ClippedSums, PyTree]:
+        sums, losses, aux = step(batch)
+        return sums._replace(norms=None), (sums.norms, losses, aux)
+
+    running, (norms, losses, aux) = scan_examples(sum_and_stack, batch, examples, size, zeros)
+    return running._replace(norms=norms), losses, aux
+
+
+def scan_examples(
+    step: Callable[[PyTree], tuple[Any, PyTree]],
+    batch: PyTree,
+    examples: int,
+    size: int,
+    zeros: Any,
+) -> tuple[Any, PyTree]:
+    """Scans over microbatches, and returns the total of the sums, and results `[examples, ...]`."""
     count, rest = divmod(examples, size)
     split = MicrobatchSplit.split(batch, size, count)
 
-    def body(running: RunningSums, i: Array) -> tuple[RunningSums, PyTree]:
-        sums, losses, aux = step(split.microbatch(i))
-        running = jax.tree.map(jnp.add, running, RunningSums(*sums[:-1]))
-        return running, (sums.norms, losses, aux)  # [size, ...]
+    def body(running: Any, i: Array) -> tuple[Any, PyTree]:
+        sums, results = step(split.microbatch(i))
+        return jax.tree.map(jnp.add, running, sums), results
 
     running, stacked = lax.scan(body, zeros, jnp.arange(count))
     # [count, size, ...] -> [count * size, ...]
     ordered = jax.tree.map(restore_batch_order, stacked)
     if rest:
         last = jax.tree.map(functools.partial(remainder, rest=rest), batch)  # [rest, ...]
-        sums, losses, aux = step(last)
-        running = jax.tree.map(jnp.add, running, RunningSums(*sums[:-1]))
+        sums, results = step(last)
+        running = jax.tree.map(jnp.add, running, sums)
         # [count * size, ...], [rest, ...] -> [examples, ...]
-        ordered = jax.tree.map(concatenate_examples, ordered, (sums.norms, losses, aux))
-    norms, losses, aux = ordered
-    return ClippedSums(norms=norms, **running._asdict()), losses, aux
+        ordered = jax.tree.map(concatenate_examples, ordered, results)
+    return running, ordered
 
 
-def retry_separately(
-    step: Step, zeros: RunningSums, batch: tuple[PyTree, Array]
-) -> tuple[ClippedSums, Array, PyTree]:
-    """Runs a step, and processes the examples separately if this makes more examples finite."""
+def retry_separately(step: Step, zeros: ClippedSums, batch: tuple[PyTree, Array]) -> StepResult:
+    """Runs a step, and processes examples separately if this makes more examples finite."""
     # XLA uses convolutions that multiply elements of an example by zeros from the rest of the batch
-    # (as of JAX 0.10.2), so a non-finite example could drop all examples. The first results are
-    # kept if only non-finite examples are dropped, because separate examples may be rounded
+    # (as of JAX 0.10.2), so a single non-finite example could drop all examples. The first results
+    # are used if only non-finite examples are dropped because separate examples may be rounded
     # differently.
     examples, together = batch[1].size, step(batch)
     if static_size_or_none(examples) in (0, 1):
         return together
     are_finite = _are_finite(lax.stop_gradient(together[0].norms), examples)  # bool[examples]
 
-    def run_separately() -> tuple[ClippedSums, Array, PyTree]:
+    def run_separately() -> StepResult:
         separate = scan_microbatches(step, batch, examples, 1, zeros)
         separate = meshes.retyped_like(together, separate)
         helps = jnp.any(_are_finite(separate[0].norms, examples) & ~are_finite)  # bool[]
         selected = jax.tree.map(functools.partial(jnp.where, helps), separate, together)
         return meshes.pvary_like(batch, selected)
 
-    return lax.cond(
-        # The examples are only processed again if necessary, because this takes much longer.
-        _any_batched(~jnp.all(are_finite)),
-        run_separately,
-        functools.partial(meshes.pvary_like, batch, together),
-    )
+    # The examples are only processed again if necessary because this takes much longer.
+    needs_retry = _any_batched(~jnp.all(are_finite))
+    return lax.cond(needs_retry, run_separately, lambda: meshes.pvary_like(batch, together))
 
 
 def _are_finite(norms: NormTree, examples: int) -> Array:
-    """Returns `True` for examples with finite norms, bool `[examples]`."""
-    flags = jnp.ones(examples, bool)
+    flags = jnp.ones(examples, bool)  # bool[examples]
     for norm in jax.tree.leaves(norms):
         # [examples, *group] -> [examples]
         flags &= jnp.all(jnp.isfinite(norm), tuple(range(1, norm.ndim)))
@@ -302,8 +272,8 @@ def _are_finite(norms: NormTree, examples: int) -> Array:
 
 @jax.custom_batching.custom_vmap
 def _any_batched(flag: Array) -> Array:
-    """Returns the flag, or under `vmap`, `True` if any flag is set."""
-    # With a batched flag, `lax.cond` would always run both branches (as of JAX 0.10.2).
+    """Returns the flag. Under `vmap`, returns `True` if any flag is set."""
+    # If its flag is batched, `lax.cond` runs both branches (as of JAX 0.10.2).
     return flag
 
 

@@ -1,8 +1,4 @@
-"""Upper bounds on the norms of the examples of a batch, and the clipped sums.
-
-`compute_clipped_sums` and `compute_norms` are the steps of `clipped_grad` and `grad_norms`. Both
-use `Norms`, which combines the estimates of all parameters.
-"""
+"""Upper bounds on the gradient norms of a batch's examples, and the clipped sums."""
 
 import dataclasses
 import functools
@@ -19,7 +15,6 @@ import optaxclip.per_example._ghost_sites as sites
 from optaxclip._backend.global_view import global_view
 from optaxclip._base.numerics import reciprocal_pow2
 from optaxclip._base.trees import FlatTree, Grouping
-from optaxclip._base.types import PyTree
 from optaxclip._engine.measure import ScaledNorms
 from optaxclip._engine.scale import Multiplier
 from optaxclip.per_example._batched_clip import (
@@ -30,15 +25,14 @@ from optaxclip.per_example._batched_clip import (
     sum_dtype,
     sums_specs,
 )
-from optaxclip.per_example._example_loss import RunningSums
+from optaxclip.per_example._example_loss import StepResult
 from optaxclip.per_example._ghost_norms import Estimate, bound_norms
 from optaxclip.per_example._ghost_plan import GhostNormPlan, add_direct_gradients, differentiate
 from optaxclip.per_example._ghost_sites import BackpropResult
 from optaxclip.per_example._ghost_sums import compute_weighted_sum
 from optaxclip.responses import Response
 
-Key = tuple[int, int]
-"""The position of a parameter, and of one of its terms."""
+Key = tuple[int, int]  # The position of a parameter, and of one of its terms.
 
 
 def check_scope(grouping: Grouping, one: FlatTree) -> None:
@@ -47,7 +41,7 @@ def check_scope(grouping: Grouping, one: FlatTree) -> None:
         if len(axes) < len(jnp.shape(leaf)):
             raise ValueError(
                 'scope must have one norm per leaf with method="ghost", got several norms for '
-                f'{name}; use scopes.tree(), scopes.leaf() or scopes.group(...), or method="vmap"'
+                f'{name}; use scopes.tree(), scopes.leaf(), or scopes.group(), or method="vmap"'
             )
 
 
@@ -58,8 +52,8 @@ def compute_clipped_sums(
     thresholds: list[Array],
     response: Response,
     batch: tuple[Any, Array],
-) -> tuple[ClippedSums, Array, PyTree]:
-    """Computes the clipped sums, the losses and aux of a microbatch."""
+) -> StepResult:
+    """Computes the clipped sums, the losses, and aux of a microbatch."""
     examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
 
@@ -75,8 +69,8 @@ def compute_clipped_sums(
 
 def compute_norms(
     plan: GhostNormPlan, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
-) -> tuple[ClippedSums, Array, PyTree]:
-    """Computes the norms, the losses and aux of a microbatch."""
+) -> StepResult:
+    """Computes the norms, the losses, and aux of a microbatch."""
     examples, is_padding = batch  # [size, ...], bool[size]
     backward = differentiate(plan, measured, examples)
 
@@ -85,32 +79,27 @@ def compute_norms(
         norms = Norms.create(plan, backward, grouping, is_padding)
         upper = norms.upper
         if norms.needs_exact:
-            # Exact norms take much longer, and ordinary examples never need them.
+            # Exact norms take much longer, and typical examples never need them.
             is_any = jnp.any(norms.any_needs_exact)
             upper = lax.cond(is_any, norms.recompute_exact, lambda: norms.upper)
         arranged = arrange_example_norms([own.norm for own in upper], is_padding, grouping)
-        return ClippedSums(*RunningSums.empty(), arranged)
+        return ClippedSums.of_norms(arranged)
 
     return bound_batch(backward, is_padding), *backward.outputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Norms:
-    """Upper bounds on the norms of a batch that allow for the rounding of the sum.
-
-    See `rounding_bounds` for their derivation.
-    """
+    """Upper bounds on norms, including the rounding of the sum (see `rounding_bounds`)."""
 
     plan: GhostNormPlan
     backward: BackpropResult  # With all gradients that the plan computes.
     grouping: Grouping  # The groups of one example.
     is_padding: Array  # bool[examples]
     estimates: dict[Key, Estimate]  # f32[examples] for all terms.
-    # The examples that lost digits that their norms need, bool[examples], for Gram matrices.
-    needs_exact: dict[Key, Array]
+    needs_exact: dict[Key, Array]  # bool[examples], True if Gram matrices lost too many digits.
     any_needs_exact: Array  # bool[examples]
-    # f32[examples] for all groups. Factors are computed from the field `divisor`.
-    upper: list[ScaledNorms]
+    upper: list[ScaledNorms]  # f32[examples] for all groups. `divisor` determines the factors.
 
     @classmethod
     def create(
@@ -137,27 +126,16 @@ class Norms:
         for group in grouping.groups:
             own = {key: estimates[key] for key in estimates if key[0] in group.leaf_indices}
             upper.append(_bound_group(plan, own, examples, dtype))
-            # Lower bounds of the norms of the terms, sqrt(norm^2 - error^2).
-            lower = [
-                jnp.sqrt(
-                    jnp.maximum(x.norm - x.cancellation_error, 0) * (x.norm + x.cancellation_error)
-                )
-                for x in own.values()
-            ]
-            lower = [jnp.where(jnp.isfinite(x), x, 0) for x in lower]
-            norms = _combine_norms(lower, examples, dtype)  # f32[examples]
+            least = [estimate.least for estimate in own.values()]
+            norms = _combine_norms(least, examples, dtype)  # f32[examples]
             for (i, k), estimate in own.items():
                 if i in backward.gradients or plan.parts[i][k].method not in ("gram", "tied"):
                     continue
                 # The negated comparison is also true if squares overflow, but the norms do not.
                 is_exact = estimate.cancellation_error <= rounding_bounds.CANCELLATION_LIMIT * norms
                 needs_exact[i, k] = ~is_exact & ~is_padding  # bool[examples]
-        any_needs_exact = functools.reduce(
-            jnp.logical_or, needs_exact.values(), jnp.zeros_like(is_padding)
-        )
-        return cls(
-            plan, backward, grouping, is_padding, estimates, needs_exact, any_needs_exact, upper
-        )
+        flags = functools.reduce(jnp.logical_or, needs_exact.values(), jnp.zeros_like(is_padding))
+        return cls(plan, backward, grouping, is_padding, estimates, needs_exact, flags, upper)
 
     def clip_and_sum(self, thresholds: list[Array], response: Response) -> ClippedSums:
         """Clips the examples to the thresholds of the groups, and sums them."""
@@ -190,15 +168,14 @@ class Norms:
         )
 
     def recompute_exact(self) -> list[ScaledNorms]:
-        """Computes the upper bounds from gradients, for the examples that lost digits."""
-        # The contribution of an example must not depend on the rest of the batch. Therefore, bounds
-        # only change for the selected examples, although all examples are computed.
+        """Recomputes the upper bounds from gradients for the examples that lost digits."""
+        # An example's contribution must not depend on the rest of the batch. Therefore, bounds only
+        # change for the selected examples, although all examples are computed.
         estimates, dtype = dict(self.estimates), self.plan.norm_dtype
         for (i, k), flag in self.needs_exact.items():
             term, cheap = self.plan.parts[i][k], self.estimates[i, k]
             data_max, cotangent_max = term.max_moduli(self.backward)  # [examples]
-            # Zero and non-finite gradients are excluded. They would not change the norm, but the
-            # exact norms of all examples would be computed.
+            # For zero and non-finite gradients, exact norms would take time without a benefit.
             is_finite = jnp.isfinite(data_max) & jnp.isfinite(cotangent_max)
             is_selected = flag & is_finite & (cotangent_max > 0)  # bool[examples]
             exact = lax.cond(
@@ -218,7 +195,7 @@ class Norms:
         return bounds
 
     def is_well_scaled(self, multipliers: list[Multiplier]) -> Array:
-        """Returns `True` for examples with all numbers and products in range, bool `[examples]`."""
+        """Marks the examples whose numbers and products are in range, bool `[examples]`."""
         info, flags = jnp.finfo(self.plan.norm_dtype), []
         for group, upper, by in zip(self.grouping.groups, self.upper, multipliers, strict=True):
             is_unscaled = (by.ratio == 0) | ((by.power == 1) & (by.ratio == 1))
@@ -237,19 +214,17 @@ class Norms:
     def sum_weighted(self, multipliers: list[Multiplier], *, are_ordinary: bool) -> list[Array]:
         """Sums the gradients of all parameters times the multipliers of their groups."""
         by_leaf, gradients = self.grouping.broadcast_to_leaves(multipliers), self.backward.gradients
-        # The factors of an example apply to all elements of its gradients.
-        dtypes = [sum_dtype(leaf.dtype) for leaf in self.plan.types]
+        # All elements of a gradient share the factors.
         axes = tuple(tuple(range(gradient.ndim - 1)) for gradient in gradients.values())
-        leaves = [gradient.astype(dtypes[i]) for i, gradient in gradients.items()]
+        types, parts = self.plan.types, self.plan.parts
+        leaves = [x.astype(sum_dtype(types[i].dtype)) for i, x in gradients.items()]
         # [examples, ...] -> [...]
         materialized = compute_weighted_sums(leaves, [by_leaf[i] for i in gradients], axes)
         sums = dict(zip(gradients, materialized, strict=True))
-        for i, (leaf, terms) in enumerate(zip(self.plan.types, self.plan.parts, strict=True)):
+        for i, args in enumerate(zip(types, parts, by_leaf, strict=True)):
             if i not in sums:
-                sums[i] = compute_weighted_sum(
-                    leaf, terms, self.backward, by_leaf[i], are_ordinary=are_ordinary
-                )
-        return [sums[i] for i in range(len(dtypes))]
+                sums[i] = compute_weighted_sum(self.backward, *args, are_ordinary=are_ordinary)
+        return [sums[i] for i in range(len(types))]
 
 
 def _bound_group(
@@ -258,9 +233,8 @@ def _bound_group(
     """Returns upper bounds `[examples]` on the norm of a group, and divisors for factors."""
     norms = [_bound_term(plan, key, estimate) for key, estimate in own.items()]
     upper = ScaledNorms.from_value(_combine_norms(norms, examples, dtype), 1.0)
-    totals = [
-        x.total for (i, _), x in own.items() if i not in plan.materialized and i not in plan.direct
-    ]
+    computed = {*plan.materialized, *plan.direct}
+    totals = [x.total for (i, _), x in own.items() if i not in computed]
     total = _combine_norms(totals, examples, dtype)  # f32[examples], A of `rounding_bounds`
     # If the positions of an example cancel, it still adds terms of size A to the sum. Their
     # rounding would depend on the rest of the batch, so the divisor is at least a fraction of A.
@@ -269,7 +243,7 @@ def _bound_group(
 
 
 def _bound_term(plan: GhostNormPlan, key: Key, estimate: Estimate) -> Array:
-    """Bounds the norm `[examples]` of a term, and adds the rounding error of its clipped sum."""
+    """Bounds the norm `[examples]` of a term, including the rounding error of its clipped sum."""
     i, k = key
     if i in plan.materialized or i in plan.direct:
         return estimate.bound

@@ -1,9 +1,4 @@
-"""Traces parameters through the program of a loss, and evaluates the program with taps.
-
-`ParamTracker` follows the elements of parameters through a program and finds its sites, the
-operations in which parameters are combined with data. `evaluate` runs the program, returns the data
-of all sites and adds taps to their outputs.
-"""
+"""Finds the sites of a program, which combine parameters with data, and evaluates it with taps."""
 
 import dataclasses
 import functools
@@ -48,8 +43,7 @@ class ParamSlice:
 
     leaf: int  # The position of the parameter.
     moves: tuple[ReshapeOp, ...] = ()
-    # Flags of the surrounding loops, from the outermost: True if a loop slices the parameter.
-    loops: tuple[bool, ...] = ()
+    loops: tuple[bool, ...] = ()  # True for surrounding loops (outermost first) that slice it.
     interval: Interval | None = None  # The interval in a concatenation.
 
     def apply(self, leaf: Array) -> Array:
@@ -83,8 +77,8 @@ class ParamSlice:
         return dataclasses.replace(self, loops=(*self.loops, is_sliced), interval=interval)
 
 
+# The references of a variable: several for a concatenation, and none for data.
 References = tuple[ParamSlice, ...]
-"""The references of a variable: several for a concatenation, and none for data."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,12 +94,12 @@ class MatmulSite:
 
     @property
     def data(self) -> Any:
-        """The type of the data, without axes of loops."""
+        """The type of the data, without loop axes."""
         return self.eqn.invars[1 - self.position].aval
 
     @property
     def output(self) -> Any:
-        """The type of the output, without axes of loops."""
+        """The type of the output, without loop axes."""
         return self.eqn.outvars[0].aval
 
 
@@ -146,10 +140,7 @@ class ParamTracker:
         lengths: tuple[int, ...] = (),
         is_checkpointed: bool = False,
     ) -> tuple[Program, list[References]]:
-        """Traces a program inside loops of these lengths, from the references of its inputs.
-
-        Returns the program with its sites, and the references of its outputs.
-        """
+        """Traces a program from the references of its inputs, and returns those of its outputs."""
         env: dict[Any, References] = dict(zip(jaxpr.invars, references, strict=True))
         steps: list[Step] = []
         sites: list[MatmulSite] = []
@@ -187,9 +178,9 @@ class ParamTracker:
         """Returns the step of an equation with parameters, and the references of its outputs."""
         name, no_references = eqn.primitive.name, [()] * len(eqn.outvars)
         if primitives.is_reshape_like(eqn):
-            rows = [
-                [ref.follow_reshape(eqn, i) for ref in refs[0]] for i in range(len(eqn.outvars))
-            ]
+            rows = (
+                [ref.follow_reshape(eqn, i) for ref in refs[0]] for i, _ in enumerate(eqn.outvars)
+            )
             return None, [self._propagate(refs[0], row, name) for row in rows]
         if name == primitives.CONCATENATE:
             axis, pieces = primitives.concatenated_intervals(eqn)
@@ -214,7 +205,7 @@ class ParamTracker:
         if site is None:
             reason = f"is used by '{name}'"
         elif primitives.mesh_of(site.output) != self.mesh:
-            reason = "is used inside of 'auto_axes'"
+            reason = "is used inside 'auto_axes'"
         else:
             return Step(eqn, eqn.invars, eqn.outvars, site=site), no_references
         self.mark_materialized(sum(refs, ()), reason)
@@ -267,7 +258,6 @@ def _make_site(
 
 
 def _merge_eqns(numbered: list[tuple[int, Any]], used_until: dict[Any, int]) -> list[Step]:
-    """Returns one step for consecutive equations, or no step if there are none."""
     if not numbered:
         return []
     piece = extract_piece([eqn for _, eqn in numbered], numbered[-1][0], used_until)
@@ -287,11 +277,7 @@ _tap.defvjp(lambda y, _: (y, None), lambda _, dy: (dy, dy))
 def evaluate(
     program: Program, values: Sequence[Any], taps: Sequence[Array]
 ) -> tuple[list[Any], list[Any]]:
-    """Evaluates a program, and returns its outputs and the data of its sites.
-
-    The taps `[*loops, *output]` are arrays like the outputs of the sites. The derivatives with
-    respect to them are the cotangents of these outputs.
-    """
+    """Evaluates a program with taps `[*loops, *output]`, and returns its outputs and site data."""
     jaxpr = program.jaxpr
     env = dict(zip(jaxpr.constvars, program.consts, strict=True))
     env |= dict(zip(jaxpr.invars, values, strict=True))
@@ -304,7 +290,6 @@ def evaluate(
         inputs = [read(atom) for atom in step.inputs]
         if step.site is not None:
             (output,) = primitives.apply(step.eqn, inputs)
-            # The number of the site in the program is the number of data so far.
             outputs = [_tap(output, taps[len(data)])]
             data.append(inputs[1 - step.site.position])
         elif step.inner is not None:
@@ -321,7 +306,6 @@ def evaluate(
 def _evaluate_inner(
     eqn: Any, program: Program, values: list[Any], taps: Sequence[Array]
 ) -> tuple[list[Any], list[Any]]:
-    """Evaluates a program inside a call, a checkpoint or a scan."""
     if eqn.primitive.name in primitives.CALLS:
         return evaluate(program, values, taps)
     if eqn.primitive.name in primitives.CHECKPOINTS:

@@ -1,8 +1,4 @@
-"""Estimates of the norms of the gradients of a parameter, without these gradients.
-
-`NormTerm.estimate` computes an `Estimate` of the norms of all examples from the data and the
-cotangents of the sites of a parameter. The functions after it compute products, blocks and chunks.
-"""
+"""Estimates gradient norms of a parameter from the data and cotangents of its sites."""
 
 import dataclasses
 import functools
@@ -25,20 +21,14 @@ from optaxclip._base.numerics import safe_sqrt, static_size_or_none
 from optaxclip._base.trees import Group, Grouping
 from optaxclip._engine.measure import measure
 from optaxclip._engine.plan import Plan
-from optaxclip._loss_arguments import (
-    MicrobatchSplit,
-    concatenate_examples,
-    remainder,
-    restore_batch_order,
-)
 from optaxclip.norms import l2
+from optaxclip.per_example._example_loss import scan_examples
 from optaxclip.per_example._ghost_sites import BackpropResult, ParamUse, Sizes
 
+# The approximate number of bytes in a chunk, which fits into the caches of a CPU.
 CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
-"""The approximate number of bytes of a chunk, which on a CPU fits into its caches."""
-
+# The maximum number of positions for which rows are summed by a product with zeros and ones.
 MAX_ONE_HOT_POSITIONS = 128
-"""The maximum number of positions for which rows are summed by a product with zeros and ones."""
 
 NormMethod = Literal[
     "vectors",  # The product of two norms, for a single position.
@@ -60,6 +50,13 @@ class Estimate(NamedTuple):
     total: Array  # The sum of |x| |d|, which bounds the norm.
     data_sum: Array | float = 0.0  # The sum of |x|.
     cotangent_sum: Array | float = 0.0  # The sum of |d|.
+
+    @property
+    def least(self) -> Array:
+        """A lower bound on the norm, `sqrt(norm**2 - cancellation_error**2)` or 0."""
+        norm, error = self.norm, self.cancellation_error
+        least = jnp.sqrt(jnp.maximum(norm - error, 0) * (norm + error))
+        return jnp.where(jnp.isfinite(least), least, 0)
 
     @property
     def bound(self) -> Array:
@@ -102,7 +99,7 @@ class NormTerm:
         return map_chunks(estimate_chunk, operands, self.bytes_of(exact, jnp.dtype(dtype).itemsize))
 
     def max_moduli(self, backward: BackpropResult) -> Array:
-        """Returns the maximum moduli of data and cotangents, `[2, examples]`, which may be NaN."""
+        """Returns the maximum absolute data and cotangents, `[2, examples]`, which may be NaN."""
         maxima = []
         for use, _ in self.uses:
             for v in use.operands(backward):
@@ -112,22 +109,20 @@ class NormTerm:
         return jnp.stack([functools.reduce(jnp.maximum, maxima[k::2]) for k in (0, 1)])
 
     def rounding_error(self, backward: BackpropResult, dtype: Any) -> Array:
-        """Bounds the error of the gradients after their sum over positions, `[examples]`."""
+        """Bounds the error of the gradients, which are sums over positions, `[examples]`."""
         by_group, unit = jnp.zeros((), dtype), 0.0
         for use, _ in self.uses:
             x, d = use.operands(backward)
             unit = max(unit, rounding_bounds.unit_roundoff(dtype, _are_half(x, d)))
             if use.site.kind == primitives.CONVOLUTION:
                 groups = primitives.feature_groups(use.site.eqn)
+
+                def bound_pixels(x: Array, groups: int = groups) -> Array:
+                    # [..., channels] -> [..., groups]
+                    return bound_norms(x.reshape(*x.shape[:-1], groups, -1), (x.ndim,), dtype)
+
                 # The norms of pixels are copied into patches, instead of the pixels.
-                x, d = sites.pairs_of_convolution(
-                    use,
-                    x,
-                    d,
-                    lambda x, groups=groups: bound_norms(  # [..., channels] -> [..., groups]
-                        x.reshape(*x.shape[:-1], groups, -1), (x.ndim,), dtype
-                    ),
-                )
+                x, d = sites.pairs_of_convolution(use, x, d, bound_pixels)
             else:
                 x, d = sites.to_matmul_form(use, x, d)
             data_norms, cotangent_norms = (bound_norms(v, (3,), dtype) for v in (x, d))  # [B, G, T]
@@ -137,10 +132,7 @@ class NormTerm:
         return jnp.minimum(error, total)
 
     def _bound_error(self, by_group: Array, additions: int, unit: float) -> tuple[Array, Array]:
-        """Returns the maximum error of a sum over positions, and `A` of `rounding_bounds`.
-
-        `by_group` is the sum of `|x| |d|` over the positions of a group, `[B, G]`.
-        """
+        """Returns the error of a sum over positions, and `A`, from sums of `|x| |d|`, `[B, G]`."""
         groups, positions, inputs, outputs = self.sizes
         slack = 1 + rounding_bounds.relative_error(positions + 2, unit)
         total = bound_norms(by_group, (1,), by_group.dtype) * slack  # [B, G] -> [B]
@@ -149,7 +141,7 @@ class NormTerm:
         return error + (positions + 1) * tiny, total
 
     def bytes_of(self, is_exact: bool, itemsize: int) -> int:
-        """Returns the approximate number of bytes that the norm of an example requires."""
+        """Returns the approximate memory for the norm of an example, in bytes."""
         groups, positions, inputs, outputs = self.sizes
         is_convolution = any(use.site.kind == primitives.CONVOLUTION for use, _ in self.uses)
         count = positions * inputs if is_convolution else 0
@@ -215,7 +207,7 @@ class NormTerm:
         return Estimate(norm, jnp.minimum(error, total), jnp.zeros_like(norm), total, *sums)
 
     def _estimate_gradients(self, forms: list[Any], dtype: Any) -> Estimate:
-        """Computes the norms of the gradients of examples."""
+        """Computes the norms of per-example gradients."""
         tables, products = _split_forms(forms)
         x, d = _join_forms(products)  # [B, G, T, K], [B, G, T, N]
         pieces = rounding_bounds.pieces(x.shape[2], x.shape[2])
@@ -250,11 +242,8 @@ class NormTerm:
 def _compute_table_terms(
     x: Array, d: Array, cotangent_norms: Array, table: tuple[Array, Array], unit: float
 ) -> tuple[Array, Array, Array]:
-    """Computes the terms of the rows of a table that is also a factor of products.
-
-    The data `x` and the cotangents `d` are those of the products. Returns terms of the sums of
-    norms, `[B, 1]`, of the squared norms, `[B]`, and of their errors, `[B]`.
-    """
+    """Returns terms of a table for norms, `[B, 1]`, squared norms, `[B]`, and their errors."""
+    # Data `x` and cotangents `d` belong to the products of the same table.
     (ids, rows), dtype = table, cotangent_norms.dtype  # i32[B, 1, S], [B, 1, S, N]
     row_norms = bound_norms(rows, (3,), dtype)  # [B, 1, S]
     summed, by_row = _sum_by_row(ids, rows, dtype)  # [B, 1, S, N], [B, 1, S]
@@ -286,8 +275,8 @@ def _compute_gram(x: Array, pieces: int, dtype: Any, is_sliced: bool = False) ->
         return jnp.swapaxes(_compute_gram(jnp.swapaxes(x, 0, 1), pieces, dtype), 0, 1)
     if pieces == 1:
         return einsum("bgtk,bgsk->bgts", x, x, dtype)
-    # Pieces are used as additional examples. XLA would transpose both factors for a separate axis
-    # (as of JAX 0.10.2).
+    # Pieces are used as additional examples because XLA would transpose both factors for a separate
+    # axis (as of JAX 0.10.2).
     # [B, G, T, K] -> [pieces, B, G, T, K / pieces]
     x = jnp.moveaxis(x.reshape(*x.shape[:-1], pieces, -1), -2, 0)
     flat = x.reshape(-1, *x.shape[2:])  # [pieces * B, G, T, K / pieces]
@@ -303,15 +292,12 @@ def einsum(terms: str, x: Array, y: Array, dtype: Any) -> Array:
 
 
 def exact_operands(x: Array, y: Array, dtype: Any) -> tuple[Array, Array, dict[str, Any]]:
-    """Returns factors and options for sums of products that do not round the factors.
-
-    By default, GPUs round float32 factors to 11 bits (TF32), and TPUs round all factors to 8 bits
-    (bfloat16). Products of two bfloat16 numbers are exact in float32 without these options.
-    """
+    """Returns factors and options for sums of products that do not round the factors."""
     options: dict[str, Any] = {"preferred_element_type": dtype}
     if not _are_half(x, y):
         x, y = x.astype(dtype), y.astype(dtype)
-    if x.dtype != jnp.bfloat16:
+    if x.dtype != jnp.bfloat16:  # Products of two bfloat16 numbers are exact in float32.
+        # By default, GPUs round float32 factors to TF32, and TPUs round all factors to bfloat16.
         options["precision"] = lax.Precision.HIGHEST
     return x, y, options
 
@@ -322,7 +308,6 @@ def sum_blocks(
     """Sums `fn` over pieces of two arrays, which are split along their axes."""
     if number == 1:
         return fn(x[0], y[0])
-
     blocks = []
     for array, axis in (x, y):
         shape = (*array.shape[:axis], number, array.shape[axis] // number, *array.shape[axis + 1 :])
@@ -339,7 +324,6 @@ def _are_half(x: Array, y: Array) -> bool:
 
 
 def _split_forms(forms: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Separates the uses of tables from products."""
     tables = [form for form in forms if form[0].site.kind == primitives.GATHER]
     return tables, [form for form in forms if form[0].site.kind != primitives.GATHER]
 
@@ -356,10 +340,8 @@ def _join_forms(forms: list[Any]) -> tuple[Array, Array]:
 
 
 def _sum_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
-    """Sums cotangents `[B, G, T, N]` with equal row indices `[B, G, T]`, and their norms.
-
-    The sums `[B, G, T, N]` and `[B, G, T]` are stored at one of the positions of the row.
-    """
+    """Sums cotangents `[B, G, T, N]` with equal row indices `[B, G, T]`, and their norms."""
+    # The sums `[B, G, T, N]` and `[B, G, T]` are at one of the positions of their row.
     norms = bound_norms(d, (3,), dtype)  # [B, G, T]
     if ids.shape[-1] <= MAX_ONE_HOT_POSITIONS:
         is_same = ids[..., :, None] == ids[..., None, :]  # bool[B, G, T, T]
@@ -383,42 +365,26 @@ def bound_norms(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
     """Returns upper bounds on norms over some axes, for the whole range of the dtype."""
     if dtype == jnp.float64:
         x = x.astype(dtype)
-    # The remaining axes are one array of groups.
+    # The remaining axes form one array of groups.
     kept = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
     grouping = Grouping((Group(("norms",), (0,), kept),), (axes,), "scalar")
-    return measure(
-        [x], Plan(grouping, LeafShardings.unsharded([x])), l2, from_above=True
-    ).upper_bound
+    plan = Plan(grouping, LeafShardings.unsharded([x]))
+    return measure([x], plan, l2, from_above=True).upper_bound
 
 
 def map_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:
-    """Computes `fn(operands)` in chunks of examples, for arrays `[examples, ...]`.
-
-    An example requires about `size` bytes.
-    """
+    """Computes `fn(operands)` in chunks of examples, which require about `size` bytes each."""
     examples = jax.tree.leaves(operands)[0].shape[0]
     if static_size_or_none(examples) is None or examples * size <= CHUNK:
         return fn(operands)
-    # Accelerators use larger chunks than CPUs.
-    small, large = (
-        functools.partial(_map_in_chunks, fn, -(-examples * size // chunk))
-        for chunk in (CHUNK, CHUNK_OF_ACCELERATORS)
-    )
+    numbers = [-(-examples * size // chunk) for chunk in (CHUNK, CHUNK_OF_ACCELERATORS)]
+    small, large = (functools.partial(_map_in_chunks, fn, number) for number in numbers)
     return dispatch_chunk_size(operands, small=small, large=large)
 
 
 def _map_in_chunks(fn: Callable[[Any], Any], number: int, operands: Any) -> Any:
-    """Computes `fn(operands)` in about `number` chunks of equal size."""
     examples = jax.tree.leaves(operands)[0].shape[0]
     size = -(-examples // number)
     if size >= examples:
         return fn(operands)
-    count, rest = divmod(examples, size)
-    split = MicrobatchSplit.split(operands, size, count)
-    _, stacked = lax.scan(lambda _, i: (None, fn(split.microbatch(i))), None, jnp.arange(count))
-    # [count, size, ...] -> [count * size, ...]
-    results = jax.tree.map(restore_batch_order, stacked)
-    if rest:
-        last = jax.tree.map(functools.partial(remainder, rest=rest), operands)
-        results = jax.tree.map(concatenate_examples, results, fn(last))
-    return results
+    return scan_examples(lambda chunk: (None, fn(chunk)), operands, examples, size, None)[1]

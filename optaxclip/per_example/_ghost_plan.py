@@ -1,8 +1,4 @@
-"""The plan of the norms of a loss: a method for every use of a parameter.
-
-`GhostNormPlan.create` traces the parameters through the program of one example and chooses a method
-for their uses. `differentiate` then runs the program on a batch.
-"""
+"""Plans the norms of a loss by choosing a method for every use of a parameter."""
 
 import dataclasses
 import functools
@@ -36,7 +32,7 @@ class GhostNormPlan:
 
     @functools.cached_property
     def direct(self) -> frozenset[int]:
-        """The parameters with gradients for both norms and sums, cheaper than Gram matrices."""
+        """The parameters whose gradients, which cost less than Gram matrices, are computed."""
         rows = enumerate(self.parts)
         return frozenset(i for i, terms in rows if {term.method for term in terms} == {"direct"})
 
@@ -54,8 +50,7 @@ class GhostNormPlan:
         for i, variable in enumerate(jaxpr.invars[:count]):
             if not primitives.is_real(variable):
                 materialized[i] = f"has dtype {variable.aval.dtype}"
-        # The program is traced again without the parameters that must be materialized, until there
-        # are no more of them.
+        # Repeats tracing without the materialized parameters until no more of them are found.
         while True:
             tracker = ParamTracker(dict(materialized), mesh)
             references: list[Any] = [(ParamSlice(i),) for i in range(count)]
@@ -76,9 +71,9 @@ class GhostNormPlan:
 
     def microbatch_size(self, examples: int) -> int:
         """Returns the default number of examples in a microbatch."""
-        # Norms require gradients of examples, and data and cotangents of sites in checkpoints,
-        # which backpropagation would not keep. All examples are used unless this memory exceeds
-        # both 256 MiB and twice the memory of the parameters.
+        # Norms keep per-example gradients, and the data and cotangents of sites in checkpoints. All
+        # examples are used unless this memory exceeds both 256 MiB and twice the memory of the
+        # parameters.
         kept = sum(_num_bytes(self.types[i]) for i in {*self.materialized, *self.direct})
         for site in self.program.sites:
             if site.is_checkpointed:
@@ -89,7 +84,7 @@ class GhostNormPlan:
         return max(1, min(examples, available // max(kept, 1))) if is_known else examples
 
     def underflow(self, dtype: Any) -> float:
-        """Returns a bound on the contribution of an example above its threshold by underflow."""
+        """Bounds the amount by which underflow can raise a contribution above its threshold."""
         sizes = [term.sizes for terms in self.parts for term in terms]
         errors = [(n + 2) * math.sqrt(groups * k * m) for groups, n, k, m in sizes]
         return 8 * float(jnp.finfo(dtype).tiny) * sum(errors)
@@ -143,25 +138,23 @@ def _make_term(uses: list[tuple[ParamUse, bool]]) -> NormTerm:
     first, is_flipped = uses[0]
     if is_flipped:
         sizes = sizes._replace(inputs=sizes.outputs, outputs=sizes.inputs)
-    # The patches of a convolution are stored for its norm, and its sum would read the data again.
+    # The patches of a convolution are materialized for its norm, and its sum reads the data again.
     num_reads = 2 if first.site.kind == primitives.CONVOLUTION else 1
+    method = "gram" if _is_gram_cheaper(sizes, num_reads) else "direct"
     if first.site.kind == primitives.GATHER:
         method = "rows"
     elif sizes.positions == 1:
         method = "vectors"
-    else:
-        method = "gram" if _is_gram_cheaper(sizes, num_reads) else "direct"
     return NormTerm(method, tuple(uses), sizes)
 
 
 def _is_gram_cheaper(sizes: Sizes, num_reads: int = 1) -> bool:
-    """Returns `True` if Gram matrices are cheaper than gradients."""
     inputs, outputs = sizes.inputs, sizes.outputs
     return sizes.positions * (num_reads * inputs + outputs) < inputs * outputs
 
 
 def differentiate(plan: GhostNormPlan, params: list[Any], batch: Any) -> BackpropResult:
-    """Runs one forward and one backward pass over a batch, without the gradients of layers."""
+    """Runs a forward and a backward pass over a batch, without the gradients of layers."""
     # The types of the parameters must vary over the same axes as the batch.
 
     def loss(taps: list[Array], materialized: dict[int, Array], example: Any) -> Any:
@@ -169,16 +162,16 @@ def differentiate(plan: GhostNormPlan, params: list[Any], batch: Any) -> Backpro
         outputs, data = evaluate(plan.program, [*values, *jax.tree.leaves(example)], taps)
         return outputs[0], (data, outputs)
 
-    # These parameters are replicated on an explicit mesh because their gradients would be sharded
-    # both by examples and like the parameter, and a type cannot name the same devices twice.
+    # On an explicit mesh, these parameters are replicated. Otherwise, their gradients would be
+    # sharded both by examples and like the parameter, and a type cannot name devices twice.
     materialized = {i: meshes.replicate(params[i]) for i in plan.materialized}
     # [*loops, *output] for every site
     taps = [meshes.zeros_like_aval(site.output, site.lengths) for site in plan.program.sites]
     taps = meshes.pvary_like(batch, taps)
 
     def differentiate_example(example: Any) -> Any:
-        # Taps and parameters are not arguments because `vmap` does not support arguments without
-        # an example axis if the mesh axis of the examples also shards them (as of JAX 0.10.2).
+        # Taps and parameters are not arguments because `vmap` does not support unbatched arguments
+        # that are sharded along the mesh axis of the examples (as of JAX 0.10.2).
         fn = jax.value_and_grad(loss, (0, 1), has_aux=True)
         (_, (data, outputs)), (cotangents, gradients) = fn(taps, materialized, example)
         return data, cotangents, gradients, outputs
@@ -187,9 +180,9 @@ def differentiate(plan: GhostNormPlan, params: list[Any], batch: Any) -> Backpro
     axes = [len(site.lengths) for site in plan.program.sites]
     differentiate_batch = jax.vmap(differentiate_example, 0, (axes, axes, 0, 0))
     *results, outputs = differentiate_batch(batch)
-    # Norms and sums must use the same numbers. Without the barrier, XLA drops the rounding to
-    # bfloat16 in one of two fusions, and an example was up to 0.2% above its threshold (as of JAX
-    # 0.10.2).
+    # Norms and sums must use the same numbers. Without the barrier, XLA omits the rounding to
+    # bfloat16 in one of two fusions, which puts examples up to 0.2% above their threshold (as of
+    # JAX 0.10.2).
     data, cotangents, gradients = lax.optimization_barrier(results)
     return BackpropResult(data, cotangents, gradients, jax.tree.unflatten(plan.output, outputs))
 

@@ -1,7 +1,6 @@
 """Names and parameters of JAX's primitives (as of JAX 0.10).
 
-If a parameter of the loss is used by an equation that this file does not support, its gradient is
-materialized for all examples, which is correct for all equations.
+If an unsupported equation uses a parameter, its per-example gradients are computed instead.
 """
 
 import itertools
@@ -17,17 +16,15 @@ from jax.core import eval_jaxpr
 
 from optaxclip._base.programs import is_literal, make_program
 
+# Primitives that do not move elements.
 IDENTITY_PRIMITIVES = frozenset(
     {"convert_element_type", "copy", "copy_p", "sharding_constraint", "reshard", "mesh_cast"}
 )
-"""Primitives that do not move elements."""
-
+# Primitives that only move or remove elements of their operand.
 RESHAPE_PRIMITIVES = IDENTITY_PRIMITIVES | {
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev"),
     *("slice", "split"),
 }
-"""Primitives that only move or remove elements of their operand."""
-
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
 SCAN, CONCATENATE, STOP_GRADIENT = "scan", "concatenate", "stop_gradient"
@@ -47,14 +44,14 @@ def apply(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 def move(eqn: Any, x: Array) -> list[Array]:
     """Returns the outputs of an equation in `RESHAPE_PRIMITIVES`, on any mesh."""
-    # The program has the mesh on which it was traced. Its explicit axes may be automatic here.
+    # The program's mesh may have explicit axes that are automatic here.
     params = {name: None if name == "sharding" else value for name, value in eqn.params.items()}
     outputs = eqn.primitive.bind(x, **params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def inner(eqn: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
-    """Returns the program inside a call, a checkpoint or a scan, and its constants."""
+    """Returns the program inside a call, a checkpoint, or a scan, and its constants."""
     jaxpr = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else (jaxpr, ())
 
@@ -78,14 +75,10 @@ def has_gradient(eqn: Any) -> bool:
 
 def is_reshape_like(eqn: Any) -> bool:
     """Returns `True` if outputs only have elements of a single operand, without repetitions."""
-    if (
-        eqn.primitive.name not in RESHAPE_PRIMITIVES
-        or len(eqn.invars) != 1
-        or not all(map(is_real, eqn.outvars))
-    ):
+    name, is_unary = eqn.primitive.name, len(eqn.invars) == 1
+    if name not in RESHAPE_PRIMITIVES or not is_unary or not all(map(is_real, eqn.outvars)):
         return False
-    is_whole = sum(v.aval.size for v in eqn.outvars) == eqn.invars[0].aval.size
-    return is_whole or eqn.primitive.name == "slice"
+    return name == "slice" or sum(v.aval.size for v in eqn.outvars) == eqn.invars[0].aval.size
 
 
 def slice_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
@@ -115,13 +108,9 @@ def concatenated_intervals(eqn: Any) -> tuple[int, list[tuple[int, int]]]:
 
 
 class Product(NamedTuple):
-    """The axes of a `dot_general` of data and an operand with the parameter, the weights.
+    """The axes of a `dot_general` of data and weights, the operand with the parameter."""
 
-    Axes are contracted ("sums"), batch axes, or free axes of a single operand. The contracted axes
-    of both operands are in the same order.
-    """
-
-    data_sums: tuple[int, ...]
+    data_sums: tuple[int, ...]  # The contracted axes, in the same order for both operands.
     weight_sums: tuple[int, ...]
     data_batch: tuple[int, ...]
     weight_batch: tuple[int, ...]
@@ -135,7 +124,7 @@ def product(eqn: Any, position: int) -> Product | None:
         return None
     sums, batch = eqn.params["dimension_numbers"]
     axes = []
-    for i in (1 - position, position):  # The data are the first operand or the second operand.
+    for i in (1 - position, position):  # Data can be the first or the second operand.
         used = (*sums[i], *batch[i])
         free = (axis for axis in range(eqn.invars[i].aval.ndim) if axis not in used)
         axes.append((tuple(sums[i]), tuple(batch[i]), tuple(free)))
@@ -144,11 +133,7 @@ def product(eqn: Any, position: int) -> Product | None:
 
 
 def drops_outside(eqn: Any) -> bool | None:
-    """Returns `True` if a gather of rows has no gradient for indices out of range.
-
-    Returns False if it uses the nearest row instead, and None for other equations. Rows are along
-    the first axis of the operand.
-    """
+    """Returns `True` if a gather of rows ignores indices out of range, None for other equations."""
     if eqn.primitive.name != GATHER or not is_real(eqn.invars[0]):
         return None
     numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
@@ -179,13 +164,8 @@ def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
     """Computes the convolution of an equation with the highest precision in `dtype`."""
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
     options = {name: eqn.params[name] for name in (*names, "feature_group_count")}
-    return lax.conv_general_dilated(
-        x.astype(dtype),
-        kernel.astype(dtype),
-        **options,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=dtype,
-    )
+    options |= {"precision": lax.Precision.HIGHEST, "preferred_element_type": dtype}
+    return lax.conv_general_dilated(x.astype(dtype), kernel.astype(dtype), **options)
 
 
 def move_channels_last(eqn: Any, x: Array, *, is_output: bool) -> Array:
@@ -196,10 +176,7 @@ def move_channels_last(eqn: Any, x: Array, *, is_output: bool) -> Array:
 
 
 def patches(eqn: Any, x: Array) -> Array:
-    """Extracts patches `[any, n, *output positions, window, channels]` for a convolution.
-
-    The pixels are `[any, n, *input positions, 1, channels]`.
-    """
+    """Extracts patches `[any, n, *output positions, window, channels]` for a convolution."""
     same, numbers = (0, 0, 0), eqn.params["dimension_numbers"]
     edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
     around = [(low, high, dilation - 1) for (low, high), dilation in edges]
@@ -236,12 +213,12 @@ def window(eqn: Any) -> tuple[int, ...]:
 
 
 def feature_groups(eqn: Any) -> int:
-    """Returns the number of separate groups of channels of a convolution."""
+    """Returns the number of separate channel groups of a convolution."""
     return eqn.params["feature_group_count"]
 
 
 class Loop(NamedTuple):
-    """A `scan`, with constants, carried values and sliced arrays as operands."""
+    """A `scan`, with constants, carried values, and sliced arrays as operands."""
 
     num_consts: int
     num_carry: int
@@ -259,7 +236,7 @@ class Loop(NamedTuple):
 
 
 def rebind_scan(eqn: Any, body: Callable[..., Any], carry: Any, sliced: Any) -> Any:
-    """Runs the `scan` of an equation with another body."""
+    """Runs the `scan` of an equation with a different body."""
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     return lax.scan(body, carry, sliced, **options)
 

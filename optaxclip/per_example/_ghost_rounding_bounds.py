@@ -3,8 +3,8 @@
 A sum of `n` products in floating point, in any order, is `sum_i x_i y_i (1 + e_i)` with
 `|e_i| <= g(n)`, where `g(n) = n u / (1 - n u)` and `u` is the unit roundoff (Higham, 2002, Accuracy
 and Stability of Numerical Algorithms, 3.1). Furthermore, `(1 + g(m)) (1 + g(n)) <= 1 + g(m + n)`.
-Some platforms, such as TPUs, compute float32 products from bfloat16 products. The error of a
-product is then larger than `u`, and `PRODUCT` roundings allow for it.
+TPUs and other platforms compute float32 products from bfloat16 products. `PRODUCT` roundings allow
+for the larger error.
 
 Let `x_t` and `d_t` be the inputs and the cotangents of a layer at position `t` of `T`, let `K` and
 `N` be the numbers of their elements, and let `A = sum_t |x_t| |d_t|`. The gradient is
@@ -30,9 +30,9 @@ number. Since `|x_t|^2 (1 - g_K) <= X'_tt + K tiny`, `|x_t|` is at most
 allows for the computation of the bound. If squares overflow, the bound is infinite, and the norm is
 computed from the gradient.
 
-If positions are far from parallel, as in ordinary examples, these sums are a small multiple of `S`,
-while `A^2` is about `T S`. The terms of the rows of a table that is also a factor are bounded in
-the same way. The error of products that underflow is at most `tiny`, which adds
+If positions are far from parallel, as in typical examples, these sums are a small multiple of `S`,
+while `A^2` is about `T S`. The row terms of a table that is also a factor are bounded in the same
+way. The error of products that underflow is at most `tiny`, which adds
 `tiny * (K (sum_t |d_t|)^2 + N (sum_t |x_t|)^2 + T^2)` and a multiple of `tiny^2`.
 
 **Norms from gradients.** The gradient has elements `sum_t x_tk d_tn (1 + e_tkn)` with
@@ -44,25 +44,22 @@ its error increases by a fraction `ROUNDED` of its norm.
 **Sums.** The sum of the clipped examples contains `c d_t` instead of `d_t`, or `c x_t` instead of
 `x_t`, where `c` is the factor of the example, which is multiplied in as two numbers. Therefore, the
 contribution of an example differs from `c G` by at most `g(T + PRODUCT + 2) * c A`, and its norm is
-at most `c (|G| + delta' A)`. The contributions of all examples of a batch are added without
-modification, and their sum is rounded like all floating-point sums. If `delta'` would be too large
-because of the number of positions, the gradient and the sum are computed in `m` pieces, one after
-another, and `T` is replaced by `T / m + m`. Note that sums for kernels of convolutions are not
-split.
+at most `c (|G| + delta' A)`. The contributions of all examples are summed unchanged, and their sum
+is rounded like any floating-point sum. If many positions make `delta'` too large, the gradient and
+the sum are computed in `m` pieces, one after another, and `T` is replaced by `T / m + m`. However,
+sums for convolution kernels are not split.
 
-**Factors.** Examples are clipped according to `bound = (an upper bound on |G|) + delta' A`, which
-is never less than the norm. If the factor is at most `threshold / bound`, the contribution is at
-most `threshold`. The bound of an example only depends on that example. However, the sum adds terms
-of size `c A`, and their rounding depends on the rest of the batch. Therefore, factors are computed
-from at least `CANCELLED * A`.
+**Factors.** Examples are clipped according to `bound = (an upper bound on |G|) + delta' A`. If the
+factor is at most `threshold / bound`, the contribution is at most `threshold`. An example's bound
+only depends on that example. However, the sum adds terms of size `c A`, and their rounding depends
+on the rest of the batch. Therefore, factors are computed from at least `CANCELLED * A`.
 
 For extreme examples, `c d_t` would be out of range. Therefore, `x_t` is divided by a power of two
 near its size, and `d_t` is multiplied by it. Then `x_t` is about 1, and `c d_t` is at most `c A`.
-The threshold is reduced by the possible underflow, which is only a visible part of thresholds below
-1e-28.
+The threshold is reduced by the possible underflow, which only matters for thresholds below 1e-28.
 
-Several layers that share a parameter count as one layer with all of their positions. For stacked
-layers, `A^2` and the squared norms are sums over the layers, by the Minkowski inequality.
+Layers that share a parameter count as one layer with all of their positions. For stacked layers,
+`A^2` and the squared norms are sums over the layers, by the Minkowski inequality.
 """
 
 import math
@@ -70,20 +67,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-PRODUCT = 8
-"""The number of roundings that are allowed for the error of a product."""
-
+PRODUCT = 8  # The number of roundings that are allowed for the error of a product.
+# The maximum relative error of a float32 number as a sum of two bfloat16 numbers of 8 bits.
 OTHER_ERRORS = 2.0**-16
-"""The maximum relative error of a float32 number as a sum of two bfloat16 numbers of 8 bits."""
-
-ROUNDED = 2.0**-8 + 2.0**-15
-"""The maximum relative error of a number that is rounded to bfloat16."""
-
-CANCELLED = 2.0**-10
-"""The minimum fraction of `A` from which factors are computed."""
-
+ROUNDED = 2.0**-8 + 2.0**-15  # The maximum relative error of rounding to bfloat16.
+CANCELLED = 2.0**-10  # The minimum fraction of `A` from which factors are computed.
+# Norms whose relative `cancellation_error` exceeds this threshold are computed from gradients.
 CANCELLATION_LIMIT = 0.135
-"""Norms with a relative `cancellation_error` above this limit are computed from gradients."""
 
 
 def relative_error(count: int, unit: float) -> float:
@@ -92,11 +82,8 @@ def relative_error(count: int, unit: float) -> float:
 
 
 def unit_roundoff(dtype: Any, is_half: bool = False) -> float:
-    """Returns the unit roundoff of sums in `dtype`, float32 or float64.
-
-    `is_half` is True for 16-bit factors, because matrix units truncate the sums of their products.
-    Other sums are rounded to the nearest number.
-    """
+    """Returns the unit roundoff of sums in `dtype`, for factors with 16 bits if `is_half`."""
+    # Matrix units truncate sums of 16-bit products. Other sums are rounded to the nearest number.
     eps = float(jnp.finfo(dtype).eps)
     return eps if is_half else eps / 2
 
@@ -114,10 +101,8 @@ def pieces_of_inner(size: int) -> int:
 
 
 def pieces(positions: int, size: int) -> int:
-    """Returns the number of pieces for which a sum over positions loses no digits.
-
-    It assumes ordinary examples, with norms of about `A / sqrt(T)`. The number divides `size`.
-    """
+    """Returns a divisor of `size`, the number of pieces for which sums lose no digits."""
+    # Typical examples have norms of about `A / sqrt(T)`.
     for number in (1, 2, 4, 8, 16, 32, 64):
         lost = (positions / number + number) * math.sqrt(positions) * 2.0**-24
         if size % number == 0 and lost < 0.002:

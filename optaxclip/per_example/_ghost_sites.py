@@ -1,8 +1,8 @@
 """The uses of parameters at sites, and the common form of their data and cotangents.
 
-A parameter in the common form is `groups` matrices of `inputs x outputs` elements. They are used at
-all `positions`. Data and cotangents are `[B, G, T, E]`: examples, groups, positions and
-elements, with `K` elements (inputs) for data and `N` elements (outputs) for cotangents.
+In the common form, a parameter is `groups` matrices of `inputs x outputs` elements, which are used
+at all `positions`. Data are `[B, G, T, K]` (examples, groups, positions, inputs), and cotangents
+are `[B, G, T, N]` (outputs).
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class ParamUse:
 
     @property
     def loops(self) -> tuple[bool, ...]:
-        """Flags of the surrounding loops, which are True if a loop slices the parameter."""
+        """Flags of the surrounding loops, True if a loop slices the parameter."""
         return self.reference.loops
 
     @property
@@ -73,10 +73,7 @@ class Sizes(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The axes of data and cotangents of a matrix product in the common form.
-
-    In both arrays, the axes of loops are first, followed by the example axis.
-    """
+    """The axes of data and cotangents in the common form, after the axes of loops and examples."""
 
     data_groups: tuple[int, ...]
     data_positions: tuple[int, ...]
@@ -87,7 +84,7 @@ class Axes(NamedTuple):
 
     @classmethod
     def create(cls, use: ParamUse) -> "Axes":
-        """Returns the axes of a use, with elements in the order of the axes of the parameter."""
+        """Returns the axes of a use, with elements in the order of the parameter's axes."""
         site, order = use.site, trace_transposes(use)[1]
         product = use.product
         own, free = product.weight_free, product.data_free
@@ -153,10 +150,7 @@ def _arrange_bgte(
 def pairs_of_convolution(
     use: ParamUse, x: Array, d: Array, map_pixels: Callable[[Array], Array] = lambda x: x
 ) -> tuple[Array, Array]:
-    """Returns data and cotangents of a convolution, as `to_matmul_form`.
-
-    `map_pixels` is applied to the pixels `[..., channels]` before they are copied into patches.
-    """
+    """Returns data and cotangents like `to_matmul_form`, with patches of mapped pixels."""
     eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]  # [*loops, B]
     groups = primitives.feature_groups(eqn)
     # [*loops, B, *input] -> [any, *input], [*loops, B, *output] -> [any, *output]
@@ -187,17 +181,14 @@ def _merge_loops(use: ParamUse, x: Array) -> Array:
 
 
 def to_gather_form(use: ParamUse, x: Array, d: Array) -> tuple[Array, Array]:
-    """Returns the row indices `[B, G, T]` of an embedding table, and cotangents `[B, G, T, N]`.
-
-    Indices out of range, which select no row, are replaced by the number of rows.
-    """
+    """Returns row indices `[B, G, T]` of an embedding table, and cotangents `[B, G, T, N]`."""
     count = use.weights.shape[0]
     drops = primitives.drops_outside(use.site.eqn)
     lead = d.shape[: len(use.loops) + 1]  # [*loops, B]
     # The dtype of the indices may be too narrow for the rows of the table, or wider than int32.
     last = min(count - 1, int(jnp.iinfo(x.dtype).max))
     ids = jnp.clip(x, 0, last).astype(jnp.int32)
-    if drops:
+    if drops:  # Indices out of range become the number of rows.
         ids = jnp.where((x >= 0) & (x <= last), ids, count)
     ids = ids.reshape(*lead, 1, -1, 1)  # [*loops, B, 1, T, 1]
     d = d.reshape(*lead, 1, ids.shape[-2], math.prod(use.weights.shape[1:]))  # [*loops, B, 1, T, N]
@@ -227,13 +218,12 @@ def sizes_of(use: ParamUse) -> Sizes:
         positions = math.prod(data.shape[i] for i in product.data_free)
         sizes = Sizes(groups, positions, inputs, math.prod(shape) // max(groups * inputs, 1))
     # Loops that slice the parameter add groups, and loops that use all of it add positions.
-    return sizes._replace(
-        groups=sizes.groups * num_sliced, positions=sizes.positions * num_unsliced
-    )
+    groups, positions, inputs, outputs = sizes
+    return Sizes(groups * num_sliced, positions * num_unsliced, inputs, outputs)
 
 
 def trace_transposes(use: ParamUse) -> tuple[tuple[ReshapeOp, ...], tuple[int, ...]]:
-    """Returns the moves before the last transposes, and the original positions of the axes."""
+    """Returns the moves before the final transposes, and the original positions of the axes."""
     moves, order = use.reference.moves, tuple(range(use.weights.ndim))
     depth = sum(use.loops)
     while moves and moves[-1].depth == depth:
@@ -274,7 +264,7 @@ def layout(use: ParamUse) -> tuple[Layout, bool]:
 
 
 def moves_key(moves: Sequence[ReshapeOp]) -> tuple[str, ...]:
-    """Returns moves as text, which is the same for equal moves."""
+    """Returns moves as text, which is equal for equal moves."""
     return tuple(
         f"{move.depth} {move.eqn.primitive.name} {sorted(move.eqn.params.items(), key=str)} "
         f"{move.output} {move.eqn.invars[0].aval.shape}"
@@ -298,11 +288,9 @@ def are_disjoint(use: ParamUse, other: ParamUse) -> bool:
 
 
 def order_of_sum(use: ParamUse) -> list[int]:
-    """Returns the permutation from the output of a product to the axes of the parameter.
-
-    The output of the `dot_general` of data and cotangents has the axes of sliced loops, then the
-    batch axes, then the remaining axes of the data and of the cotangents, in their order.
-    """
+    """Returns the permutation from the output of a product to the axes of the parameter."""
+    # The output has the axes of sliced loops, batch axes, and then the remaining axes of data and
+    # cotangents, in their order.
     product, num_sliced = use.product, sum(use.loops)
     by_data = sorted(zip(product.data_sums, product.weight_sums, strict=True))
     labels = [*product.weight_batch, *(w for _, w in by_data), *product.weight_free]

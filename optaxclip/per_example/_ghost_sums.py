@@ -1,7 +1,7 @@
 """Weighted sums of the gradients of a parameter over examples.
 
-The sums are products of data and cotangents, contracted over the examples too. Therefore, no
-gradient of an example is computed. The factors of the examples multiply the smaller of data and
+The sums are products of data and cotangents that also contract the examples, so per-example
+gradients are never computed. The factors of the examples multiply the smaller of data and
 cotangents.
 """
 
@@ -30,23 +30,19 @@ from optaxclip.per_example._ghost_norms import (
 )
 from optaxclip.per_example._ghost_sites import Axes, BackpropResult, ParamUse
 
+# The maximum product of data, cotangents, and factors for extreme examples of a convolution.
 _LARGEST = 2.0**70
-"""The maximum of data times cotangents times factors for extreme examples of a convolution."""
 
 
 def compute_weighted_sum(
+    backward: BackpropResult,
     leaf: Any,
     parts: Sequence[NormTerm],
-    backward: BackpropResult,
     by: Multiplier,
     *,
-    are_ordinary: bool,
+    are_ordinary: bool,  # True if data, cotangents, and their products with factors are in range.
 ) -> Array:
-    """Sums the gradients of a parameter times their multipliers `[examples]`.
-
-    Nothing is added if a ratio is 0, even if the example is non-finite. `are_ordinary` is True if
-    all data, cotangents and their products with factors are in range.
-    """
+    """Sums the gradients of a parameter times their multipliers `[examples]`."""
     dtype, total = sum_dtype(leaf.dtype), None
     for use, _ in (use for part in parts for use in part.uses):
         used = _sum_use(use, *use.operands(backward), by, dtype, are_ordinary)
@@ -81,12 +77,7 @@ def _sum_use(
 def _rescale_operands(
     use: ParamUse, smaller: Array, larger: Array, is_data_scaled: bool, by: Multiplier, dtype: Any
 ) -> tuple[Array, Array, Multiplier]:
-    """Rescales data and cotangents so their products with the factors stay in range.
-
-    The larger array is divided by a power of two near its largest element, and the smaller array is
-    multiplied by it: for every position of a product, or every example of a convolution. The larger
-    array is 0 for examples that are not added, because they may contain NaN.
-    """
+    """Rescales data and cotangents so that their products with the factors stay in range."""
     example = len(use.loops)
     # The axes of data and cotangents that have separate powers.
     pairs = [(example, example)]
@@ -98,10 +89,12 @@ def _rescale_operands(
     smaller_kept, larger_kept = zip(*pairs, strict=True)
     smaller_axes = [axis for axis in range(smaller.ndim) if axis not in smaller_kept]
     larger_axes = [axis for axis in range(larger.ndim) if axis not in larger_kept]
+    # The larger array is divided by powers of two near its largest elements, and the smaller array
+    # is multiplied by them.
     power = floor_pow2(jnp.max(jnp.abs(larger), larger_axes).astype(dtype))  # [*larger_kept]
     ratio = expand_like(by.ratio, larger, example)
     scaled = larger.astype(dtype) * lax.expand_dims(reciprocal_pow2(power), larger_axes)
-    scaled = jnp.where(ratio == 0, ratio.astype(dtype), scaled)
+    scaled = jnp.where(ratio == 0, ratio.astype(dtype), scaled)  # They may contain NaN.
     # The cast is exact because the elements were multiplied by a power of two.
     larger = scaled.astype(larger.dtype) if larger.dtype == jnp.bfloat16 else scaled
     # [*larger_kept] -> [*smaller_kept]
@@ -109,15 +102,15 @@ def _rescale_operands(
     power = lax.expand_dims(power, smaller_axes)
     smaller = smaller.astype(dtype) * power
     if use.site.kind == primitives.CONVOLUTION:
-        # The largest elements may only be multiplied by zeros. The products with smaller elements
-        # must still be in range.
+        # The largest elements may only be multiplied by zeros, but the products with smaller
+        # elements must also stay in range.
         most = _LARGEST / (jnp.max(jnp.abs(smaller), smaller_axes) * by.power)  # [examples]
         by = by._replace(ratio=jnp.where(by.ratio > most, most, by.ratio))
     return smaller, larger, by
 
 
 def gradients_of_examples(leaf: Any, parts: Sequence[NormTerm], backward: BackpropResult) -> Array:
-    """Computes the gradients of examples, `[examples, *leaf]`, of products and convolutions."""
+    """Computes per-example gradients, `[examples, *leaf]`, of products and convolutions."""
     dtype, totals = sum_dtype(leaf.dtype), []
     for use, _ in (use for part in parts for use in part.uses):
         x, d = use.operands(backward)
@@ -140,15 +133,12 @@ def _scatter_into_leaf(use: ParamUse, gradient: Array, *, shape: tuple[int, ...]
 
 def _scale_examples(x: Array, by: Multiplier, example: int, dtype: Any) -> Array:
     ratio, power = (expand_like(v.astype(dtype), x, example) for v in (by.ratio, by.power))
-    # The zeros are not a constant, for which XLA on a GPU would store an array (as of JAX 0.10.2).
+    # For constant zeros, XLA on GPUs would materialize an array (as of JAX 0.10.2).
     return jnp.where(ratio == 0, ratio, x.astype(dtype) * power * ratio)
 
 
 def _sum_products(use: ParamUse, x: Array, d: Array, dtype: Any, *, summed: bool) -> Array:
-    """Multiplies data and cotangents, `[*sliced loops, *operand]`, without concatenations.
-
-    If `summed` is False, the result has a leading example axis.
-    """
+    """Multiplies data and cotangents, `[*sliced loops, *operand]`, per example unless summed."""
     axes, example = Axes.create(use), len(use.loops)
     over, kept = ((example,), ()) if summed else ((), (example,))
     positions = ((*over, *axes.data_positions), (*over, *axes.positions))
@@ -180,8 +170,8 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
         math.prod(size for axis, size in enumerate(v.shape) if axis not in (*sums, *kept))
         for v, sums, kept in zip((x, d), contracted, batch, strict=True)
     ]
-    # The bfloat16 factor is written twice if the parts are used as additional terms of the sum. The
-    # result is written twice if they are used as additional columns.
+    # Using the parts as additional terms of the sum writes the bfloat16 factor twice. Using them as
+    # additional columns writes the result twice.
     are_terms = static_size_or_none(num_terms) is None or num_terms <= 4 * min(num_free)
     factors, axes = [], []
     for v, flag, *own in zip((x, d), is_wide, contracted, batch, strict=True):
@@ -200,20 +190,15 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
 
 
 def split_float32_to_bfloat16(d: Array) -> Array:
-    """Splits float32 numbers into two bfloat16 numbers, `[2, ...]`.
-
-    The relative error of their sum is at most `rounding_bounds.OTHER_ERRORS`.
-    """
-    high = lax.reduce_precision(d, 8, 7)
+    """Splits float32 numbers into sums of two bfloat16 numbers, `[2, ...]`."""
+    high = lax.reduce_precision(d, 8, 7)  # The error of the sum is at most `OTHER_ERRORS`.
     return jnp.stack([high, lax.reduce_precision(d - high, 8, 7)]).astype(jnp.bfloat16)
 
 
 def _compute_kernels(use: ParamUse, x: Array, d: Array, dtype: Any) -> Array:
-    """Computes gradients `[examples, *sliced loops, *kernel]` from products with patches.
-
-    A convolution of XLA per example would move twice the bytes on a GPU, the same number on a TPU,
-    and more on a CPU.
-    """
+    """Computes gradients `[examples, *sliced loops, *kernel]` from products with patches."""
+    # An XLA convolution per example would move twice the bytes on a GPU, the same number on a TPU,
+    # and more on a CPU.
     example = len(use.loops)
 
     def multiply_chunk(operands: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Computes the norms of per-example gradients, and describes the method."""
+"""Computes the norms of per-example gradients, and explains how they are computed."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 import optaxclip._backend.meshes as meshes
+import optaxclip.per_example._example_loss as example_loss
 import optaxclip.scopes as scopes
 from optaxclip._base.trees import Grouping
 from optaxclip._base.types import PyTree
@@ -19,13 +20,6 @@ from optaxclip._loss_arguments import LossArguments, check_argnums
 from optaxclip.per_example._batched_clip import ClippedSums, compute_example_norms
 from optaxclip.per_example._clip_sum import padding_flags
 from optaxclip.per_example._clipped_grad import Method
-from optaxclip.per_example._example_loss import (
-    ExampleLoss,
-    RunningSums,
-    mixes_examples,
-    retry_separately,
-    scan_microbatches,
-)
 from optaxclip.per_example._ghost_clip import check_scope, compute_norms
 from optaxclip.per_example._ghost_plan import GhostNormPlan
 from optaxclip.scopes import Scope
@@ -47,7 +41,7 @@ class GradNorms:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Returns the norms and losses, and aux if `has_aux` is True."""
         roles = LossArguments.split(args, self.argnums, self.batch_argnums)
-        loss = ExampleLoss.create(self.loss_fn, self.has_aux, roles, keywords)
+        loss = example_loss.ExampleLoss(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(None, loss.examples))  # [examples, ...]
         measured = loss.local_params(batch, self.specs)
         program, output = loss.program(measured)
@@ -59,10 +53,10 @@ class GradNorms:
             step = functools.partial(compute_norms, plan, measured, grouping)
         else:
             step = functools.partial(_microbatch_norms, loss, measured, grouping)
-        zeros = meshes.pvary_like(batch, RunningSums.empty())
-        if mixes_examples(program.jaxpr):
-            step = functools.partial(retry_separately, step, zeros)
-        sums, losses, aux = scan_microbatches(step, batch, loss.examples, size, zeros)
+        zeros = meshes.pvary_like(batch, ClippedSums.of_norms())
+        if example_loss.mixes_examples(program.jaxpr):
+            step = functools.partial(example_loss.retry_separately, step, zeros)
+        sums, losses, aux = example_loss.scan_microbatches(step, batch, loss.examples, size, zeros)
         return (sums.norms, losses, aux) if self.has_aux else (sums.norms, losses)
 
 
@@ -80,66 +74,53 @@ def grad_norms(
     method: Method = "ghost",
     specs: PyTree = None,
 ) -> GradNorms:
-    """Returns a function that computes the norms and losses of all examples.
+    """Returns a function that computes the gradient norms and losses of all examples.
 
-    You can use it to find examples with large gradients or wrong labels, and to choose a threshold
-    for `clipped_grad`.
+    Use it to find examples with large gradients or wrong labels, or to choose a threshold for
+    `clipped_grad`.
 
-    The method "ghost" never computes the gradients of the examples. It uses one forward and one
-    backward pass, as for the gradient of the batch. If data and a parameter are multiplied, as in
-    `x @ w`, it keeps the inputs `x` and the cotangents of the outputs, which determine the norm. It
-    supports matrix products, convolutions and embedding tables, including those inside `scan`,
-    `jit` and `jax.checkpoint`. Parameters with other uses, such as biases and gains, are
-    differentiated for all examples. This is correct for all operations, but requires memory if
-    these parameters are large. `explain` lists these parameters.
+    The method "ghost" requires only one forward and one backward pass over the batch. If data and a
+    parameter are multiplied, as in `x @ w`, the norm is computed from the inputs `x` and the
+    cotangents of the outputs. This works for matrix products, convolutions, and embedding tables,
+    including inside `scan`, `jit`, and `jax.checkpoint`. For parameters with other uses, such as
+    biases, per-example gradients are computed. `explain` lists these parameters.
 
-    The norms are upper bounds on the norms of the exact products of the inputs and cotangents of
-    backpropagation, because they include bounds on all rounding errors for any order of summation.
-    Note that `jax.grad` rounds these products to the dtype of the layer. If float32 parameters are
-    cast to bfloat16 in the loss, the norm of its gradient may be larger by 3e-4. The gradients that
-    `clipped_grad` sums have the norms that are returned here. The bounds increase the norms by
-    about 1e-6 if parameters are used at only one position, as in a perceptron on vectors. For many
-    positions (tokens or pixels), the increase is 1e-4 (16 positions) to 4e-3 (4096 positions), and
-    at most 1% if the positions do not cancel.
+    The norms of "ghost" are upper bounds because they include bounds on all rounding errors. They
+    are about 1e-6 too large if parameters are used at a single position, and between 1e-4 and 4e-3
+    for 16 to 4096 positions (tokens or pixels). Unless positions cancel, they are at most 1% too
+    large. Note that `jax.grad` rounds gradients to the dtype of the layer. If the loss casts
+    float32 parameters to bfloat16, the norm of its gradient may be larger by 3e-4. Products for
+    norms use the highest precision, even on GPUs and TPUs.
 
-    By default, GPUs and TPUs round the factors of products (to TF32 or bfloat16). All products for
-    norms and sums use the highest precision, unless their factors are in bfloat16, because their
-    products are exact in float32. The products of the loss use the precision that the loss
-    specifies. Therefore, the norms are those of the actual gradients of the loss.
-
-    Sources: Goodfellow, 2015, arXiv 1510.01799; Li, Tramèr, Liang and Hashimoto, 2021, arXiv
-    2110.05679 ("ghost clipping"); Bu, Wang, Zha and Karypis, 2022, arXiv 2210.00038.
+    Sources: Goodfellow, 2015, arXiv 1510.01799; Li, Tramèr, Liang, and Hashimoto, 2021, arXiv
+    2110.05679 ("ghost clipping"); Bu, Wang, Zha, and Karypis, 2022, arXiv 2210.00038.
 
     Args:
       loss_fn: The scalar loss of one example, `loss_fn(params, *example)`.
       argnums: The positions of the arguments to differentiate, as in `jax.grad`.
       batch_argnums: The positions of the arguments with a leading example axis, which can be
-        pytrees of arrays or keys. Defaults to all arguments that are not in `argnums`.
+        pytrees of arrays or keys. Defaults to all arguments except `argnums`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
-      microbatch_size: The number of examples in a microbatch. Defaults to all examples. However,
-        the memory for norms with "ghost" should not exceed 256 MiB or twice the memory of the
-        parameters, so the default is as many examples as fit into the larger of these.
-      scope: The scope that defines the elements of an example that share a norm. Defaults to all
-        elements. Groups must consist of whole leaves for "ghost".
-      method: "ghost" (the default), or "vmap", which computes the gradients of the examples.
+      microbatch_size: The number of examples in a microbatch. Defaults to all examples for "vmap".
+        For "ghost", the default limits the additional memory to 256 MiB or twice the memory of the
+        parameters, whichever is larger.
+      scope: The elements of an example that share a norm, as in `clip_sum`. Defaults to all. For
+        "ghost", groups must consist of whole leaves.
+      method: "ghost" (the default), or "vmap", which computes per-example gradients.
       specs: The specs of the parameters, as in `clipped_grad`.
 
     Returns:
       A function `(*args, **keywords) -> (norms, losses)`, or `(norms, losses, aux)`, of the
-      arguments of `loss_fn`. The arguments in `batch_argnums` must have a leading example axis. The
-      norms are float32 or wider, `[examples]`, or `[examples, groups]` for a scope with several
-      groups, in the order of their names. For the scopes `axes` and `unit`, they are a dict of
-      arrays. The norms of examples with non-finite gradients are NaN or infinite. If you use
-      microbatches, call the function inside `jax.jit`.
+      arguments of `loss_fn`. The norms are float32 or wider, `[examples]`, or `[examples, groups]`
+      in the order of the group names. For the scopes `axes` and `unit`, they are a dict of arrays.
+      Norms of non-finite gradients are NaN or infinite. If you use microbatches, call the function
+      inside `jax.jit`.
 
     Raises:
-      ValueError: If the microbatch size is less than 1, or if the method is unknown. The function
-        raises it if the arguments do not share an example axis, if positions do not exist or are
-        repeated, if the loss is not a scalar, or if the scope has several norms per leaf with
-        "ghost". Inside `shard_map` and `pmap`, it raises the same errors as `clipped_grad`.
-      TypeError: If the scope is not a scope, or if positions or sizes are not ints. The function
-        raises it for a model of Flax NNX or Equinox that contains more than parameters
-        (`docs/recipes/modules.md`).
+      ValueError: If an argument is out of its range. Also raised by the returned function as in
+        `clipped_grad`, or if the scope has several norms per leaf and the method is "ghost".
+      TypeError: If an argument has the wrong type. Also raised by the returned function as in
+        `clipped_grad`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -161,14 +142,14 @@ def grad_norms(
 
 
 def _microbatch_norms(
-    loss: ExampleLoss, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
-) -> tuple[ClippedSums, Array, PyTree]:
-    """Computes the norms, the losses and aux of a microbatch from its gradients."""
+    loss: example_loss.ExampleLoss, params: list[Any], grouping: Grouping, batch: tuple[Any, Array]
+) -> example_loss.StepResult:
+    """Computes the norms, the losses, and aux of a microbatch from its gradients."""
     examples, is_padding = batch  # [size, ...], bool[size]
     grad_fn = jax.value_and_grad(loss, has_aux=True)
-    results, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(measured, examples)
+    results, leaves = jax.vmap(grad_fn, in_axes=(None, 0))(params, examples)
     norms = compute_example_norms(leaves, is_padding, grouping=grouping)  # f32[size, ...]
-    return ClippedSums(*RunningSums.empty(), norms), *results
+    return ClippedSums.of_norms(norms), *results
 
 
 def explain(
@@ -179,22 +160,20 @@ def explain(
     has_aux: bool = False,
     **keywords: Any,
 ) -> str:
-    """Describes the computation of the norms of all parameters with the method "ghost".
+    """Shows how the method "ghost" computes the norms of all parameters.
 
     Args:
       loss_fn: The loss of one example.
-      args: The arguments of the loss. The arguments in `batch_argnums` must have a leading example
-        axis. You can use a `jax.ShapeDtypeStruct` instead of an array, because nothing is computed.
+      args: The arguments of the loss. `jax.ShapeDtypeStruct`s can replace arrays.
       argnums: The positions of the arguments to differentiate.
-      batch_argnums: The positions of the arguments with a leading example axis. Defaults to all
-        arguments that are not in `argnums`.
+      batch_argnums: The positions of the arguments with a leading example axis, as in `grad_norms`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
       keywords: Keyword arguments of `loss_fn`.
 
     Returns:
-      A table with a row per parameter. Its columns are the shape, the method for the norms (with a
-      reason if gradients are computed), the number of positions at which an example uses the
-      parameter, and the memory that an example requires in addition to backpropagation.
+      A table with one row per parameter, with the method (and a reason if gradients are computed),
+      the number of positions at which an example uses the parameter, and the memory per example in
+      addition to backpropagation.
 
     Raises:
       ValueError: As in `grad_norms`.
@@ -213,7 +192,7 @@ def explain(
     """
     has_aux = check_bool(has_aux, "has_aux")
     roles = LossArguments.split(args, *check_argnums(argnums, batch_argnums))
-    loss = ExampleLoss.create(loss_fn, has_aux, roles, keywords)
+    loss = example_loss.ExampleLoss(loss_fn, has_aux, roles, keywords)
     measured = loss.params.inexact_leaves()
     plan = GhostNormPlan.create(*loss.program(measured), len(measured))
     return _format_plan(plan, loss.params.names())
@@ -245,12 +224,9 @@ def _format_plan(plan: GhostNormPlan, names: list[str]) -> str:
             positions = str(term.sizes.positions)
             table.append([*start, _DESCRIPTIONS[term.method], positions, memory])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    # Text is aligned to the left, and the numbers in the last two columns to the right.
     align = [str.ljust] * 3 + [str.rjust] * 2
-    return "\n".join(
-        "  ".join(fn(cell, n) for fn, cell, n in zip(align, row, widths, strict=True))
-        for row in table
-    )
+    rows = (zip(align, row, widths, strict=True) for row in table)
+    return "\n".join("  ".join(fn(cell, width) for fn, cell, width in row) for row in rows)
 
 
 def _format_bytes(number: float) -> str:

@@ -1,4 +1,4 @@
-"""Adds Gaussian noise to sums of clipped examples, and adapts thresholds with noisy counts."""
+"""Adds Gaussian noise to sums of clipped examples, and adapts thresholds from noisy counts."""
 
 import zlib
 from typing import Any, NamedTuple
@@ -37,55 +37,42 @@ def noisy_mean(
     *,
     relation: Any = "add_or_remove_one",
 ) -> PyTree:
-    """Computes the private gradient: the sum of clipped examples plus noise, over the batch size.
+    """Computes a private gradient by adding noise to a sum and dividing by the batch size.
 
-    The noise is Gaussian. The standard deviation for all elements of the sum is `noise_multiplier`
-    times the sensitivity, which is the bound in `result`, or twice that bound if neighboring data
-    sets differ by a replaced example. The sum is divided by `batch_size` after the noise is added.
-    Noise of that size on the mean would be too large by a factor of `batch_size`. A mean of noisy
-    microbatches would have too little noise if the noise were divided between them.
+    Gaussian noise is drawn and added in float32 or wider. Its standard deviation is
+    `noise_multiplier` times the sensitivity, which is the bound in `result`, or twice that bound if
+    neighboring data sets differ by a replaced example. Pass the sum over all microbatches because
+    noise must only be added once. Note that JAX's random generators are not cryptographic.
 
-    The noise is drawn and added in float32 or wider. Note that the random generators of JAX are not
-    cryptographic.
+    Inside `shard_map`, pass the sum over all devices,
+    `result._replace(grads=jax.lax.psum(result.grads, "x"))`, and use the same key on all devices.
+    However, if the devices have different parts of the sum, for example after `psum_scatter`, use
+    different keys, such as `jax.random.fold_in(key, jax.lax.axis_index("x"))`.
 
-    Inside `shard_map`, you should sum over the devices first and use the same key on all of them:
-    `noisy_mean(result._replace(grads=jax.lax.psum(result.grads, "x")), ...)`. However, if the
-    devices have parts of the sum, for example after `psum_scatter`, they must use different keys,
-    such as `jax.random.fold_in(key, jax.lax.axis_index("x"))`. Otherwise, all parts would get the
-    same noise.
-
-    Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133.
+    Source: Abadi et al., 2016, arXiv 1607.00133.
 
     Args:
       result: The result of `clipped_grad` or `clip_sum` for the whole batch.
-      noise_multiplier: The ratio of the standard deviation of the noise to the sensitivity, which
-        the accountant requires (see `optaxclip.per_example`). Note that 0 means no noise, which is
-        not private.
-      key: A key from `jax.random`, which must be new in every step. Equal noise in two steps would
-        cancel in their difference. Pass the key to compiled functions as an argument. It can be
-        None if `noise_multiplier` is the number 0.
-      batch_size: The number of examples by which the sum is divided, at least 1. Use the expected
-        number for Poisson sampling, because the true number is not private.
+      noise_multiplier: The ratio of the noise's standard deviation to the sensitivity, as used by
+        accountants. If it is 0, the result is not private.
+      key: A key from `jax.random`, which must be new on every step because equal noise on two steps
+        cancels in their difference. It can be None if `noise_multiplier` is the number 0.
+      batch_size: The divisor of the sum, at least 1. For Poisson sampling, use the expected number
+        of examples because the actual number is not private.
       relation: The relation between neighboring data sets, as in `ClippedGrad.sensitivity`.
 
     Returns:
-      The tree of the sum, in float32 or wider. `None`, and integer and `float0` leaves, which are
-      zeros, are returned unchanged.
+      The tree of the sum, in float32 or wider. Integer and `float0` leaves are returned unchanged.
 
     Raises:
-      ValueError: If the noise multiplier is negative, NaN or infinite, if the batch size is less
-        than 1, or if the relation is unknown. For noise, also if there is no key, no bound or an
-        infinite bound, or if devices have different parts of the sum but the same key.
-      TypeError: If `result` is not a `PerExampleResult`, if `noise_multiplier` or `batch_size` is
-        not a number, or if `key` is not a key.
+      ValueError: If an argument is out of its range. If there is noise, also raised if the key or
+        the bound is missing, or if devices have different parts of the sum but the same key.
+      TypeError: If an argument has the wrong type.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from optaxclip import per_example
-      >>> grads = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4]])}
-      >>> result = per_example.clip_sum(grads, 1.0)
-      >>> print(per_example.noisy_mean(result, 0, None, batch_size=2)["w"].tolist())
-      [0.45, 0.6]
+      >>> result = per_example.clip_sum({"w": jnp.array([[3.0, 4.0], [0.3, 0.4]])}, 1.0)
       >>> mean = per_example.noisy_mean(result, 1.1, jax.random.key(0), batch_size=2)
       >>> print(mean["w"].shape, mean["w"].dtype)
       (2,) float32
@@ -99,17 +86,17 @@ def noisy_mean(
     batch_size = check_minimum(batch_size, 1, "batch_size")
     change = sensitivity_factor(relation)
     flat = flatten(result.grads, "result.grads")
-    leaves = [jnp.asarray(leaf) for leaf in flat.inexact_leaves()]
+    leaves = map(jnp.asarray, flat.inexact_leaves())
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
     if not is_zero(noise_multiplier):
         if result.bound is None:
             raise ValueError(
-                "result.bound must be the maximum norm of an example, got None; use the result of "
-                "clipped_grad or clip_sum"
+                "result.bound must be set for noise, got None; use the result of clipped_grad or "
+                "clip_sum"
             )
         factors = {"noise_multiplier": noise_multiplier, "result.bound": result.bound}
         for argument, number in factors.items():
-            # Noise can only hide examples with bounded contributions.
+            # Noise can only hide bounded contributions.
             if not isinstance(number, Tracer) and np.isinf(number):
                 raise ValueError(f"{argument} must be finite for noise, got {number}")
         bound = jnp.asarray(result.bound)
@@ -123,15 +110,15 @@ def _check_key(key: Any, leaves: list[Array]) -> Array:
     """Checks a key, and that parts of a sum on different devices get different noise."""
     if not is_key(key):
         raise (ValueError if key is None else TypeError)(
-            "key must be one key from jax.random that is new in every step, or None if "
-            f"noise_multiplier is the number 0, got {short_repr(key)}"
+            f"key must be one key from jax.random, got {short_repr(key)}; use a new key on every "
+            "step, or noise_multiplier=0"
         )
     axes = meshes.tree_varying_axes(leaves) - meshes.varying_axes(key)
     if axes:
         raise ValueError(
-            "key must differ between devices if the sum does, got the same key along "
-            f"{sorted(axes)}; use jax.lax.psum(result.grads, ...) first, or jax.random.fold_in("
-            "key, jax.lax.axis_index()) if the devices have parts of the sum"
+            "key must differ between devices with different sums, got the same key along "
+            f"{sorted(axes)}; use jax.lax.psum(result.grads, ...), or jax.random.fold_in(key, "
+            "jax.lax.axis_index()) if devices have parts of the sum"
         )
     return jnp.asarray(key)
 
@@ -139,12 +126,12 @@ def _check_key(key: Any, leaves: list[Array]) -> Array:
 def add_noise(leaves: list[Array], names: list[str], key: Array, std: Array) -> list[Array]:
     """Adds independent Gaussian noise to all elements, and to both parts of complex elements."""
     warn_of_shared_noise(leaves, key)
-    # There is a key even if there are no leaves, because `split` requires a positive number.
+    # `split` requires a positive number, even if there are no leaves.
     keys = jax.random.split(key, max(len(leaves), 1))
     noisy = []
     for leaf, name, leaf_key in zip(leaves, names, keys, strict=False):
-        # The noise depends on the name of the leaf. Therefore, the stages of `optax.partition`,
-        # which have different leaves, can use equal keys.
+        # The noise depends on the leaf name so that the stages of `optax.partition`, which have
+        # different leaves, can share a key.
         named_key = jax.random.fold_in(leaf_key, np.uint32(zlib.crc32(name.encode())))
         parts = split_complex(leaf)  # [...] for the real part, or both parts
         noisy_parts = [
@@ -156,13 +143,13 @@ def add_noise(leaves: list[Array], names: list[str], key: Array, std: Array) -> 
 
 
 def warn_of_shared_noise(leaves: list[Any], key: Any) -> None:
-    """Warns if leaves are batched by `vmap` but the key is not, because they share their noise."""
+    """Warns if `vmap` batches the leaves but not the key because they would share their noise."""
     traced = [x for x in leaves if isinstance(x, Tracer)]
     if key is not None and traced:
         _with_key(traced, key)
 
 
-# An identity that sees under `vmap` if the leaves and the key are batched.
+# An identity that detects whether `vmap` batches the leaves and the key.
 @jax.custom_batching.custom_vmap
 def _with_key(leaves: list[Array], key: Array) -> list[Array]:
     del key
@@ -175,9 +162,9 @@ def _(size: int, is_batched: list[Any], leaves: list[Array], key: Array) -> Any:
     are_leaves_batched, is_key_batched = is_batched
     if size > 1 and any(are_leaves_batched) and not is_key_batched:
         warn(
-            f"key is the same for all {size} elements of a vmap. They get the same noise, which "
-            "cancels in their differences. Use jax.vmap over jax.random.split(key, number) too, "
-            "and create the transformation from these keys"
+            f"key is the same for all {size} elements of a vmap, so their noise cancels in their "
+            "differences. Apply jax.vmap over jax.random.split(key, number) too, and create the "
+            "transformation from these keys"
         )
     return leaves, are_leaves_batched
 
@@ -206,7 +193,7 @@ class QuantileThreshold(NamedTuple):
     max_threshold: Any
 
     def init(self) -> Array:
-        """Returns the threshold of the first step, float32[]."""
+        """Returns the initial threshold, float32[]."""
         lower, upper = cast_to_float32(self.min_threshold), cast_to_float32(self.max_threshold)
         return jnp.clip(cast_to_float32(self.init_threshold), lower, upper)
 
@@ -219,28 +206,25 @@ class QuantileThreshold(NamedTuple):
         *,
         batch_size: ArrayLike,
     ) -> Array:
-        """Returns the threshold after a batch.
+        """Returns the threshold for the next batch.
 
         Args:
-          threshold: float32[], the threshold with which the batch was clipped.
+          threshold: float32[], the threshold with which this batch was clipped.
           num_unclipped: The number of examples at or below the threshold, from `PerExampleResult`.
-          num_examples: The number of examples of the batch, without padding.
+          num_examples: The number of examples in the batch, without padding.
           key: A key for the noise on the count. It can be None if `count_noise` is the number 0.
-          batch_size: The number by which the count is divided, as in `noisy_mean`. Use the expected
-            number for Poisson sampling, because the true number is not private.
+          batch_size: The divisor of the count, as in `noisy_mean`.
 
         Raises:
-          ValueError: If there is no key for the noise.
+          ValueError: If the key is missing although `count_noise` is not 0.
         """
-        # Another example changes this difference by 1/2, but would change the count by 1.
+        # An additional example changes this difference by 1/2, but would change the count by 1.
         count = cast_to_float32(num_unclipped) - cast_to_float32(num_examples) / 2
         if key is not None:
             noise = jax.random.normal(key, (), jnp.float32)  # f32[]
             count = count + cast_to_float32(self.count_noise) * noise
         elif isinstance(self.count_noise, Tracer) or self.count_noise != 0:
-            raise ValueError(
-                f"key must be given for a count_noise of {self.count_noise!r}, got None"
-            )
+            raise ValueError(f"key must be set if count_noise is {self.count_noise!r}, got None")
         fraction = jnp.clip(count / jnp.maximum(cast_to_float32(batch_size), 1) + 0.5, 0, 1)
         step = -cast_to_float32(self.learning_rate) * (fraction - cast_to_float32(self.target))
         moved = scale_by_exp(threshold, step) if self.geometric else threshold + step
@@ -262,34 +246,32 @@ def quantile_threshold(
     """Adapts the threshold until the target fraction of examples is at or below it.
 
     After every batch, the threshold is multiplied by `exp(-learning_rate * (fraction - target))`.
-    To compute `fraction`, examples at or below the threshold add `+1/2` to a count, examples above
-    it and dropped examples add `-1/2`, and padding adds nothing. The count changes by at most 1/2
-    if an example is added or removed, and by at most 1 if an example is replaced. Noise is added to
-    the count, which is then divided by the batch size. `fraction` is this quotient plus 1/2,
-    clipped to `[0, 1]`.
+    To compute `fraction`, examples at or below the threshold add `+1/2` to a count, all other
+    examples add `-1/2`, and padding adds nothing. Adding or removing an example changes the count
+    by at most 1/2, and replacing an example changes it by at most 1. Noise is added to the count,
+    which is then divided by the batch size. `fraction` is this quotient plus 1/2, clipped to `[0,
+    1]`.
 
-    Note that the count also uses privacy budget, so the noise on the sum of the gradients must be
-    larger. You can use `adjust_noise_multiplier` to compute this noise. For example,
-    `per_example_clip_and_aggregate` uses it.
+    The count also uses privacy budget, so the sum of the gradients requires more noise (see
+    `adjust_noise_multiplier`). `per_example_clip_and_aggregate` adds it automatically.
 
-    Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, Differentially private learning with
-    adaptive clipping, arXiv 1905.03871.
+    Source: Andrew, Thakkar, McMahan, and Ramaswamy, 2019, arXiv 1905.03871.
 
     Args:
       target: The target fraction, from 0 to 1.
       learning_rate: The step size of the threshold.
-      init_threshold: The threshold of the first step.
-      count_noise: The standard deviation of the noise on the count. The paper uses a twentieth of
+      init_threshold: The initial threshold.
+      count_noise: The standard deviation of the noise on the count. The paper uses one twentieth of
         the number of examples in a batch.
-      geometric: If True (the default), the threshold is multiplied by the factor above. If False,
-        the exponent of the factor is added to the threshold.
-      min_threshold: The minimum threshold. If `geometric` is True, an `init_threshold` of 0 stays
-        0, and positive thresholds stay within the normal numbers of float32.
+      geometric: If True (the default), the threshold is multiplied as above. If False, the exponent
+        is added to the threshold.
+      min_threshold: The minimum threshold. If it is 0 and `geometric` is True, an `init_threshold`
+        of 0 stays 0, and positive thresholds stay positive.
       max_threshold: The maximum threshold.
 
     Returns:
-      A rule with `init() -> threshold` and
-      `update(threshold, num_unclipped, num_examples, key, batch_size=...) -> threshold`.
+      A rule with `init() -> threshold` and `update(threshold, num_unclipped, num_examples, key,
+      batch_size=...) -> threshold`.
 
     Raises:
       ValueError: If an option is out of its range.
@@ -299,13 +281,9 @@ def quantile_threshold(
       >>> import jax.numpy as jnp
       >>> from optaxclip import per_example
       >>> rule = per_example.quantile_threshold(init_threshold=1.0)
-      >>> grads, threshold = jnp.array([0.2, 0.6, 1.0, 2.0]), rule.init()
-      >>> for _ in range(2):
-      ...     result = per_example.clip_sum(grads, threshold)
-      ...     threshold = rule.update(threshold, result.num_unclipped, 4, batch_size=4)
-      ...     print(result.num_unclipped, threshold)
-      3 0.951229
-      2 0.951229
+      >>> result = per_example.clip_sum(jnp.array([0.2, 0.6, 1.0, 2.0]), rule.init())
+      >>> print(rule.update(rule.init(), result.num_unclipped, 4, batch_size=4))
+      0.951229
     """
     return QuantileThreshold(
         check_range(target, 0, 1, "target"),
@@ -322,20 +300,16 @@ def adjust_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike)
     """Returns the noise multiplier of the sum if a noisy count of examples is also released.
 
     The multiplier is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum
-    with it, and the count with `count_noise`, is as private as releasing only the sum with
-    `noise_multiplier`. The factor is 2 because an added example changes the count of
-    `quantile_threshold` by at most 1/2, but changes the sum by one threshold. A replaced example
-    doubles both changes.
-
-    Source: Andrew et al., 2019, arXiv 1905.03871, theorem 1.
+    with this multiplier and the count with `count_noise` is as private as releasing only the sum
+    with `noise_multiplier` (Andrew et al., 2019, arXiv 1905.03871, theorem 1). The factor is 2
+    because an added example changes the count by at most 1/2 (see `quantile_threshold`).
 
     Args:
       noise_multiplier: The multiplier that is passed to the accountant.
       count_noise: The standard deviation of the noise on the count.
 
     Returns:
-      The multiplier, float32[]. It is infinite if a traced `noise_multiplier` is not below
-      `2 * count_noise`.
+      The multiplier, float32[], which is infinite if a traced `noise_multiplier` is too large.
 
     Raises:
       ValueError: If `noise_multiplier` is not below `2 * count_noise`, unless it is 0.
@@ -351,10 +325,9 @@ def adjust_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike)
     is_possible = (sum_noise == 0) | (sum_noise < doubled)
     if not isinstance(is_possible, Tracer) and not is_possible:
         raise ValueError(
-            f"noise_multiplier must be below 2 * count_noise, got {noise_multiplier!r} with "
-            f"count_noise={count_noise!r}; increase count_noise, because the count alone would "
-            "exceed the privacy budget"
+            f"noise_multiplier must be less than 2 * count_noise, got {noise_multiplier!r} and "
+            f"count_noise={count_noise!r}; increase count_noise"
         )
-    # The smallest denominator avoids NaN from 0 / 0 if there is no noise on the count.
+    # The minimum denominator avoids 0 / 0 if there is no noise on the count.
     ratio = jnp.where(is_possible & (sum_noise > 0), sum_noise / jnp.maximum(doubled, 1e-37), 0)
     return jnp.where(is_possible, sum_noise / jnp.sqrt(1 - jnp.square(ratio)), jnp.inf)

@@ -31,7 +31,7 @@ def ids(*shape, high):
 
 def planned(loss, params, *batch):
     """The call of a loss, and how the norms of its parameters are found."""
-    call = ExampleLoss.create(loss, False, LossArguments.split((params, *batch), 0, None), {})
+    call = ExampleLoss(loss, False, LossArguments.split((params, *batch), 0, None), {})
     measured = call.params.inexact_leaves()
     return call, GhostNormPlan.create(*call.program(measured), len(measured))
 
