@@ -69,10 +69,7 @@ class Statistic(Protocol):
     def compute_thresholds(
         self, settings: Any, state: PyTree, norm: Array, count: Array
     ) -> Thresholds:
-        """Returns the thresholds for these norms, in which 0 replaces non-finite norms.
-
-        Thresholds must be infinite if `count` is 0.
-        """
+        """Returns thresholds, infinite if `count` is 0. Non-finite norms are passed as 0."""
         ...
 
 
@@ -152,14 +149,13 @@ def adaptive(
       TypeError: If an option is not a number, or if a flag is neither True nor False.
     """
     record = check_choice(record, get_args(Record), "record")
-    options = _Options(
-        warmup_steps=check_minimum(warmup_steps, 0, "warmup_steps"),
-        floor=check_threshold_value(floor, "floor"),
-        patience=None if patience is None else check_minimum(patience, 1, "patience"),
-        max_norm=None
-        if max_norm is None
-        else check_threshold_value(max_norm, "max_norm", disabled_value="None"),
-    )
+    warmup_steps = check_minimum(warmup_steps, 0, "warmup_steps")
+    floor = check_threshold_value(floor, "floor")
+    if patience is not None:
+        patience = check_minimum(patience, 1, "patience")
+    if max_norm is not None:
+        max_norm = check_threshold_value(max_norm, "max_norm", disabled_value="None")
+    options = _Options(warmup_steps, floor, patience, max_norm)
     inclusive, reject = check_bool(inclusive, "inclusive"), check_bool(reject, "reject")
     # The state contains the name of the rule: `_LogTracker` becomes "log_tracker".
     words = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(statistic).__name__)

@@ -86,10 +86,6 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Thresh
       ratio: The maximum ratio of gradient norm to parameter norm, or a schedule for this ratio.
       eps: The lower bound on the parameter norm. If 0, parameters that are zero stay zero.
 
-    Raises:
-      ValueError: If `ratio` or `eps` is negative, NaN or not a scalar.
-      TypeError: If `ratio` is not a number or a schedule, or if `eps` is not a number.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.relative_to_params(0.01)
@@ -177,9 +173,7 @@ def check_loss_threshold(
     check_not_component(threshold, argument)
     number = check_threshold_value(threshold, argument, allow_any_number=True, schedule=True)
     if not isinstance(number, jax.Array) and math.isnan(number):
-        raise ValueError(
-            f"{argument} must not be NaN, got {number!r}; pass None to ignore the loss"
-        )
+        raise ValueError(f"{argument} must not be NaN, got nan; pass None to ignore the loss")
     # Constants use the rule for schedules, so both have the same state in checkpoints.
     return count_steps(number)
 
@@ -255,7 +249,6 @@ def stateless_rule_state(threshold: ThresholdRule | dict[str, ThresholdRule], na
 
 
 def needs_state_message(name: str) -> str:
-    """Returns the error message for a threshold with a state if `record` is False."""
     return (
         f"{name}: record must be True for a threshold that depends on earlier steps, got False; "
         "remove record=False or use a constant threshold"
@@ -270,10 +263,8 @@ def evaluate_schedules(rule: ThresholdRule, state: PyTree) -> ThresholdRule:
     """
     # If the state is not a step count, it belongs to a different rule and `update_rule` rejects it.
     is_count = getattr(state, "shape", None) == ()
-    if not is_count or getattr(rule.update, "func", None) not in (
-        _update_schedule,
-        _update_relative,
-    ):
+    func = getattr(rule.update, "func", None)
+    if not is_count or func not in (_update_schedule, _update_relative):
         return rule
     return jax.tree.map(
         lambda x: x(state) if isinstance(x, _Schedule) else x,

@@ -235,8 +235,7 @@ def call_rule(
         if not is_array or jnp.shape(threshold) != norms.shape:
             raise (ValueError if is_array else TypeError)(
                 f"{must} thresholds with the shape of the norms, {_describe(norms)}, got "
-                f"{_describe(threshold)} for {field}; use jnp.full_like(norms, threshold) for a "
-                "common threshold"
+                f"{_describe(threshold)} for {field}; use jnp.full_like(norms, threshold)"
             )
     # States without arrays may differ, because some checkpoints store None instead of (), and
     # because a state may contain groups that are missing in this part of the tree.
