@@ -136,9 +136,9 @@ def adaptive(
       reject: If True, norms above their threshold are reduced to 0 instead of their target.
       warmup_steps: The number of norms to record before thresholds become finite.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: After this many norms in a row above their threshold, raw norms are recorded until
-        a norm does not exceed its threshold. If None, raw norms are never substituted, and
-        clipping may continue forever after a lasting increase of the norms.
+      patience: Once more than this many norms in a row exceed their threshold, raw norms are
+        recorded until a norm is within its threshold. If None, this is disabled, and clipping may
+        continue forever after a lasting increase in the norms.
       max_norm: The upper bound on thresholds, including the warmup. By default, there is no bound.
 
     Returns:
