@@ -44,7 +44,8 @@ def log_tracker(
     """Uses a number of standard deviations above the moving mean of `log(1 + norm)`.
 
     Thresholds are infinite until the weights of the averages sum to 0.75 (277 norms with the
-    default decay). Larger norms are recorded as the threshold, so it can follow a lasting increase.
+    default decay). Norms above the threshold are recorded as the threshold, so the rule can follow
+    a lasting increase.
 
     Source: Chen et al., 2018, arXiv 1804.09849, the gradient norm tracker in tensorflow/lingvo.
 
