@@ -1,7 +1,7 @@
-"""Threshold rules, which compute the maximum norm of the groups at a step.
+"""Threshold rules, which compute the maximum norm of each group on each step.
 
-A rule is a `ThresholdRule`, a pair of functions `(init, update)`. All rules work with all scopes,
-because they receive the norms of all groups as one array::
+A rule is a `ThresholdRule`, a pair of functions `(init, update)`. Any rule works with any scope,
+because it receives the norms of all groups in one array::
 
   def update(norms, state, param_norms):
       thresholds = ...                      # an array with the shape of norms
@@ -14,15 +14,15 @@ because they receive the norms of all groups as one array::
   `relative_to_params(ratio)`   | a fraction of the norm of its parameters
   `zscore()`                    | the moving mean of its norms plus standard deviations (ZClip)
   `ema()`                       | a multiple of the moving average of its norms
-  `adagc()`                     | a small multiple of this average (AdaGC)
-  `percentile()`                | a percentile of its last norms (AutoClip)
-  `window()`                    | the mean of its last norms plus standard deviations
-  `median()`                    | a multiple of the median of its last norms
+  `adagc()`                     | a small multiple of the average of its clipped norms (AdaGC)
+  `percentile()`                | a percentile of its most recent norms (AutoClip)
+  `window()`                    | the mean of its most recent norms plus standard deviations
+  `median()`                    | a multiple of the median of its most recent norms
   `quantile()`                  | adapted until a target fraction of its norms is below it
-  `log_tracker()`               | the mean of the logarithms of its norms plus deviations
+  `log_tracker()`               | the mean logarithm of its norms plus standard deviations
   `mean_over_rms()`             | the mean of its norms divided by their root mean square
 
-Use `adaptive` to make a rule from another statistic, and `fixed` for an array of thresholds.
+Use `adaptive` to make a rule from your own statistic, and `fixed` for an array of thresholds.
 """
 
 from optaxclip.thresholds._adaptive import AdaptiveState as AdaptiveState

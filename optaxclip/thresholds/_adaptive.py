@@ -1,23 +1,4 @@
-"""The base of all rules that learn from past norms.
-
-Such a rule consists of a `Statistic` of the past norms and of options with a common meaning:
-
-  option         | meaning
-  ---------------|------------------------------------------------------------------------------
-  `record`       | The value that a norm above its threshold adds to the statistic: the norm
-                 | ("raw"), the norm after clipping ("clipped"), the threshold ("capped"), or
-                 | no value ("accepted").
-  `inclusive`    | If True, the statistic includes the norm before its threshold is computed.
-  `warmup_steps` | The number of recorded norms after which there is a threshold.
-  `floor`        | Smaller norms are not recorded, and thresholds are not smaller.
-  `patience`     | After this many consecutive norms above their threshold, raw norms are recorded
-                 | until a norm is at or below its threshold. `None` disables this.
-  `max_norm`     | An upper bound on all thresholds, including the warmup.
-
-The published rules have neither a floor nor patience. Use `patience=None, floor=0.0` to get them.
-Without patience, a rule that records clipped norms may never stop clipping after a lasting increase
-of the norms. Non-finite norms do not change the state.
-"""
+"""Builds threshold rules from statistics of past norms."""
 
 import dataclasses
 import re
@@ -43,39 +24,38 @@ from optaxclip.thresholds._rule import check_precision, check_threshold_value, h
 Record = Literal["raw", "clipped", "capped", "accepted"]
 
 DEFAULT_FLOOR = 1e-8
-"""The default floor. Gradients with smaller norms are practically zero."""
+"""Smaller gradient norms are treated as zero."""
 
 DEFAULT_PATIENCE = 20
-"""The default patience. A longer increase of the norms is not considered a spike."""
+"""Longer runs of large norms are treated as a lasting increase instead of a spike."""
 
 
 _DEFAULT_SECTIONS = {
     "Returns": """Returns:
   A `ThresholdRule`. Its thresholds are arrays with the shape and dtype of the norms.""",
     "Raises": """Raises:
-  ValueError: If an option is out of its range.
-  TypeError: If an option is not a number, or if a decay is less precise than float32.""",
+  ValueError: If an option is out of range.
+  TypeError: If an option is not a number, or if a decay has lower precision than float32.""",
 }
 
 
 def rule_factory(fn: Function) -> Function:
-    """Validates the calls of a function that makes a rule, and completes its docstring."""
+    """Validates calls to a function that makes a rule, and completes its docstring."""
     validated = validate_call()(fn)
     validated.__doc__ = add_default_sections(fn.__doc__, _DEFAULT_SECTIONS)
     return validated
 
 
 class Statistic(Protocol):
-    """A statistic of past norms for one group or an array of groups.
+    """A statistic of past norms, computed separately for each group in an array.
 
-    A statistic must be hashable, because it is static under `jit`. The numbers for its computations
-    are traced and passed as `settings`. It should store a deviation instead of a variance, because
-    the square of a norm may overflow in float32.
+    A statistic must be hashable, because it is static under `jit`. Its numeric parameters are
+    traced and passed as `settings`. It should store a standard deviation instead of a variance,
+    because the square of a norm may overflow in float32.
 
-    There are two optional attributes. If a statistic has a ring buffer of past norms with the next
-    slot at `count % window`, it must have an attribute `window: int`. A count that reaches the
-    largest int32 is then reduced by a multiple of `window`. `any_sign = True` allows negative
-    numbers, such as losses.
+    Set `any_sign = True` if the statistic also works for negative numbers, such as losses. If it
+    writes norm number `count` to slot `count % window` of a ring buffer, it must have an attribute
+    `window: int`. Before `count` overflows int32, it is then reduced by a multiple of `window`.
     """
 
     def init(self, settings: Any, like: Array) -> PyTree:
@@ -83,30 +63,26 @@ class Statistic(Protocol):
         ...
 
     def observe(self, settings: Any, state: PyTree, norm: Array, count: Array) -> PyTree:
-        """Returns the state after a finite norm that follows `count` recorded norms."""
+        """Adds finite norms to the state, which contains `count` norms so far."""
         ...
 
     def compute_thresholds(
         self, settings: Any, state: PyTree, norm: Array, count: Array
     ) -> Thresholds:
-        """Returns the thresholds for these norms, which are infinite before the first norm.
-
-        Non-finite norms are passed as 0.
-        """
+        """Returns thresholds, infinite if `count` is 0. Non-finite norms are passed as 0."""
         ...
 
 
 @register_state
 class AdaptiveState(NamedTuple):
-    """State of a rule that learns from past norms. The arrays have one element per group.
+    """The state of an adaptive rule. Its arrays have one element per group.
 
     Attributes:
-      num_recorded: int32, the number of recorded norms.
-      num_consecutive_clipped: int32, the number of consecutive norms above their threshold, up to
-        the latest norm.
+      num_recorded: The number of recorded norms, as int32.
+      num_consecutive_clipped: The number of most recent norms in a row that exceeded their
+        threshold, as int32.
       statistic: The state of the statistic.
-      rule: The name of the rule as a tuple of length one. It is a part of the structure, not an
-        array.
+      rule: A tuple with the name of the rule. It is static, so it is not a pytree leaf.
     """
 
     num_recorded: Array
@@ -146,63 +122,59 @@ def adaptive(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """Makes a rule from a statistic and the shared options of `optaxclip.thresholds._adaptive`.
+    """Makes a rule from a statistic of past norms.
+
+    All adaptive rules share these options. Published rules have neither a floor nor patience. To
+    reproduce them, use `patience=None, floor=0.0`. Non-finite norms do not change the state.
 
     Args:
       statistic: The statistic of past norms.
       settings: A pytree of numbers for the statistic.
-      record: The value that a norm above its threshold adds to the statistic.
-      inclusive: If True, the statistic includes the norm before its threshold is computed.
+      record: The value to record if a norm exceeds its threshold: the norm ("raw"), the norm after
+        clipping ("clipped"), the threshold ("capped"), or nothing ("accepted").
+      inclusive: If True, a norm is recorded before its threshold is computed.
       reject: If True, norms above their threshold are reduced to 0 instead of their target.
-      warmup_steps: The number of recorded norms after which there is a threshold.
+      warmup_steps: The number of norms to record before thresholds become finite.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Use `None` to disable this.
-      max_norm: The upper bound on thresholds. By default, there is no bound.
+      patience: Once more than this many norms in a row exceed their threshold, raw norms are
+        recorded until a norm is within its threshold. If None, this is disabled, and clipping may
+        continue forever after a lasting increase in the norms.
+      max_norm: The upper bound on thresholds, including the warmup. By default, there is no bound.
 
     Returns:
-      A `ThresholdRule`. Its thresholds are arrays with the shapes of the norms, float32 or wider.
+      A `ThresholdRule`. Its thresholds are float32 or float64 arrays with the shape of the norms.
 
     Raises:
-      ValueError: If an option is out of its range.
+      ValueError: If an option is out of range.
       TypeError: If an option is not a number, or if a flag is neither True nor False.
     """
     record = check_choice(record, get_args(Record), "record")
-    options = _Options(
-        warmup_steps=check_minimum(warmup_steps, 0, "warmup_steps"),
-        floor=check_threshold_value(floor, "floor"),
-        patience=None if patience is None else check_minimum(patience, 1, "patience"),
-        max_norm=None
-        if max_norm is None
-        else check_threshold_value(max_norm, "max_norm", disabled_value="None"),
-    )
-    # The name of the rule in its state: `_LogTracker` becomes "log_tracker".
+    warmup_steps = check_minimum(warmup_steps, 0, "warmup_steps")
+    floor = check_threshold_value(floor, "floor")
+    if patience is not None:
+        patience = check_minimum(patience, 1, "patience")
+    if max_norm is not None:
+        max_norm = check_threshold_value(max_norm, "max_norm", disabled_value="None")
+    options = _Options(warmup_steps, floor, patience, max_norm)
+    inclusive, reject = check_bool(inclusive, "inclusive"), check_bool(reject, "reject")
+    # The state contains the name of the rule: `_LogTracker` becomes "log_tracker".
     words = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(statistic).__name__)
-    static = _StaticConfig(
-        statistic,
-        record,
-        check_bool(inclusive, "inclusive"),
-        check_bool(reject, "reject"),
-        rule=StaticNames((words.strip("_").lower(),)),
-    )
+    name = StaticNames((words.strip("_").lower(),))
+    static = _StaticConfig(statistic, record, inclusive, reject, name)
     return ThresholdRule(
         Partial(_init, static, settings), Partial(_update, static, options, settings)
     )
 
 
 def remove_floor(rule: ThresholdRule, argument: str) -> ThresholdRule:
-    """Removes the floor of a rule for numbers that can be negative, such as losses.
-
-    Rules that were not made by `adaptive` are returned unchanged.
-    """
+    """Removes the floor from rules made by `adaptive`, for numbers that can be negative."""
     if not isinstance(rule.update, Partial) or rule.update.func is not _update:
         return rule
-    # The arguments of the `Partial` that `adaptive` made.
     static, options, settings = rule.update.args
     if not getattr(static.statistic, "any_sign", False):
         raise ValueError(
             f"{argument} must be a rule that allows negative numbers, got {static.rule.names[0]}; "
-            "use thresholds.window, zscore, percentile, median or ema, or a number"
+            "use a number, or a rule such as thresholds.window or thresholds.zscore"
         )
     static = dataclasses.replace(static, has_floor=False)
     return dataclasses.replace(rule, update=Partial(_update, static, options, settings))
@@ -214,10 +186,9 @@ def check_minimum(value: Any, minimum: float, argument: str) -> Any:
 
 
 def check_range(value: Any, low: float, high: float, argument: str, remedy: str = "") -> Any:
-    """Checks that `value` is a number from `low` to `high` and returns it.
+    """Checks that `value` is a number from `low` to `high`, unless traced, and returns it.
 
-    The range of traced values is not checked. If `high` is finite, the precision must be at least
-    that of float32. The message ends with `remedy`.
+    If `high` is finite, arrays must also be float32 or more precise.
     """
     value = check_threshold_value(value, argument)
     if high < float("inf"):
@@ -228,31 +199,29 @@ def check_range(value: Any, low: float, high: float, argument: str, remedy: str 
 
 
 def cast_to_float32(number: Any) -> Array:
-    """Converts a number to a float32 array."""
     return jnp.asarray(number).astype(jnp.float32)
 
 
 def signed_multiple(number: Any, of: Array) -> Array:
-    """Returns `of + (number - 1) * abs(of)`, which is `number * of` unless `of` is negative.
+    """Returns `number * of`, or `(2 - number) * of` if `of` is negative.
 
-    The result is infinite if `number` or `of` is infinite, even if the other factor is 0.
+    Both are `of + (number - 1) * abs(of)`. The result is infinite if an argument is infinite.
     """
     number = cast_to_float32(number)
     infinite = jnp.isinf(number) | jnp.isinf(of)
-    # of + (number - 1) * abs(of) = (2 - number) * of for a negative `of`
     number = jnp.where(of < 0, 2 - number, number)
     return jnp.where(infinite, jnp.inf, jnp.where(infinite, 0, number) * jnp.where(infinite, 0, of))
 
 
 def select_tree(where: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Selects `new` where `where` is True and `old` elsewhere. Arrays can have leading axes."""
-    # A statistic may have a leading axis for a window, [window, groups].
+    """Selects arrays from `new` where `where` is True and from `old` elsewhere."""
+    # Arrays may have a leading window axis, [window, groups].
     return jax.tree.map(lambda x, y: jnp.where(jnp.broadcast_to(where, y.shape), x, y), new, old)
 
 
 def safe_hypot(x: Array, y: Array) -> Array:
     """Computes `sqrt(x**2 + y**2)` without overflow or underflow of the squares."""
-    # Division by a power of two near the larger number prevents overflow of the squares.
+    # Dividing by a power of two near the larger number prevents overflow.
     unit = jax.lax.stop_gradient(floor_pow2(jnp.maximum(jnp.abs(x), jnp.abs(y))))
     x, y = (jnp.square(divide_by_pow2(part, unit)) for part in (x, y))
     return unit * safe_sqrt(x + y)
@@ -276,20 +245,16 @@ def _update(
     state = jax.tree.map(jnp.asarray, state)
     statistic = static.statistic
     period = getattr(statistic, "window", 1)
-    # All arrays from here on have the shape of the norms, [groups].
+    # From here on, all arrays have the shape of the norms, [groups].
     is_finite, largest = jnp.isfinite(norms), float(jnp.finfo(jnp.float32).max)
     # A traced floor can be negative, but negative thresholds must not be recorded as norms.
-    floor = (
-        jnp.maximum(cast_to_float32(options.floor), 0)
-        if static.has_floor
-        else cast_to_float32(-jnp.inf)
-    )
-    # The state uses float32, so float64 norms are converted.
+    floor = jnp.maximum(cast_to_float32(options.floor), 0) if static.has_floor else -jnp.inf
+    # The state is float32, so float64 norms are converted.
     norm = saturating_cast(jnp.where(is_finite, norms, 0), jnp.dtype(jnp.float32))
     is_recorded = is_finite & (norm >= floor)
 
     def record(x: Array, where: Array) -> tuple[Array, PyTree]:
-        # Averages of infinite thresholds would stay infinite.
+        # An average that includes an infinite threshold would stay infinite.
         x = jnp.clip(x, -largest, largest)
         observed = statistic.observe(settings, state.statistic, x, state.num_recorded)
         count = safe_increment(state.num_recorded, where, period=period)
@@ -307,15 +272,11 @@ def _update(
     if static.reject:
         target = jnp.where(jnp.isinf(trigger), trigger, 0)
     is_above = is_finite & (norm > trigger)  # bool[groups]
-    # Non-finite norms leave the streak unchanged.
-    streak = jnp.where(
-        is_finite,
-        jnp.where(is_above, safe_increment(state.num_consecutive_clipped), 0),
-        state.num_consecutive_clipped,
-    )
+    previous = state.num_consecutive_clipped
+    # Non-finite norms do not change the streak.
+    streak = jnp.where(is_finite, jnp.where(is_above, safe_increment(previous), 0), previous)
     if not static.inclusive:
         by_record = {"raw": norm, "clipped": target, "capped": trigger, "accepted": norm}
-        # Use raw norms after more than `patience` norms above the threshold.
         patience_exhausted = jnp.zeros_like(is_recorded)
         if options.patience is not None:
             patience_exhausted = streak > options.patience
@@ -324,13 +285,13 @@ def _update(
             is_recorded = is_recorded & (~is_above | patience_exhausted)
         count, new = record(x, is_recorded)
     if norms.dtype == jnp.float64:
-        # The conversion to float32 may round a norm down to its threshold. The threshold is then
-        # increased to the float64 norm, so the clipping also treats it as not above.
+        # If conversion to float32 rounded a norm down to its threshold, the threshold is increased
+        # to the float64 norm, so that the norm is not clipped.
         trigger = trigger.astype(norms.dtype)
         trigger = jnp.where(is_finite & ~is_above, jnp.maximum(trigger, norms), trigger)
     if options.max_norm is not None:
         cap = cast_to_float32(options.max_norm)
-        # A norm between the cap and its threshold is clipped to the cap.
+        # Norms between the cap and their threshold are clipped to the cap.
         target = jnp.where(is_above | (norm <= cap), jnp.minimum(target, cap), cap)
         trigger = jnp.minimum(trigger, cap.astype(trigger.dtype))
     return Thresholds(trigger, target), AdaptiveState(count, streak, new, static.rule)

@@ -1,10 +1,4 @@
-"""Constant, scheduled and relative thresholds, and the conversion of users' thresholds to rules.
-
-`make_rule` converts a number, a schedule or a rule to a `ThresholdRule`. `check_threshold` also
-accepts a dict from group names to thresholds. `resolve_rule` combines the rules of a dict into one
-rule when the groups of the tree are known. `check_loss_threshold` converts thresholds for losses,
-which can be negative and have no floor.
-"""
+"""Rules for constant, scheduled and relative thresholds, and conversion of thresholds to rules."""
 
 import dataclasses
 import inspect
@@ -39,14 +33,14 @@ ThresholdLike: TypeAlias = (
 
 @rule_factory
 def constant(threshold: ArrayLike) -> ThresholdRule:
-    """Uses the same threshold at all steps.
+    """Uses the same threshold on all steps.
 
     Args:
       threshold: A scalar.
 
     Raises:
-      ValueError: If `threshold` is not a scalar, negative or NaN. A negative traced threshold is
-        treated as 0 and a traced NaN makes the groups NaN.
+      ValueError: If `threshold` is negative, NaN or not a scalar. Under `jit`, a negative threshold
+        is treated as 0, and NaN makes the clipped gradients NaN.
       TypeError: If `threshold` is not a number.
 
     Example:
@@ -62,15 +56,14 @@ def constant(threshold: ArrayLike) -> ThresholdRule:
 
 @rule_factory
 def schedule(fn: Callable[[Array], ArrayLike]) -> ThresholdRule:
-    """Uses the threshold `fn(count)`, where `count` is 0 at the first step.
+    """Uses the threshold `fn(count)`, where `count` is 0 on the first step.
 
     Args:
-      fn: An Optax schedule or any traceable function from int32[] to a scalar.
+      fn: An Optax schedule or any other traceable function from int32[] to a scalar.
 
     Raises:
-      ValueError: If a value of the schedule is not a scalar.
-      TypeError: If `fn` is not a function from a step count to a number. To check this, `fn` is
-        traced once.
+      ValueError: If `fn` does not return a scalar.
+      TypeError: If `fn` is not a function that returns a number. To check this, `fn` is traced.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -90,12 +83,8 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Thresh
     Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
 
     Args:
-      ratio: The maximum ratio of gradient norm to parameter norm, or a schedule of it.
-      eps: A lower bound on the parameter norm. Without it, zero parameters would stay zero.
-
-    Raises:
-      ValueError: If `ratio` or `eps` is not a scalar, negative or NaN.
-      TypeError: If `ratio` or `eps` is not a number.
+      ratio: The maximum ratio of gradient norm to parameter norm, or a schedule for this ratio.
+      eps: The lower bound on the parameter norm. If 0, parameters that are zero stay zero.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -108,44 +97,38 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Thresh
 
 
 def relative(ratio: ScalarOrSchedule, eps: ArrayLike, argument: str) -> ThresholdRule:
-    """Makes the rule of `relative_to_params`. Messages call the ratio by `argument`."""
+    """Makes the rule of `relative_to_params`, with `argument` as the name of the ratio."""
     eps = check_threshold_value(eps, "eps")
     if callable(ratio):
         inner = make_rule(ratio, argument)
     else:
         ratio = check_threshold_value(ratio, argument, disabled_value="math.inf", schedule=True)
         inner = ThresholdRule(Partial(_init_empty), Partial(_update_constant, ratio))
-    # The inner rule computes the ratio, so its state is the state of this rule.
-    update = Partial(_update_relative, inner.update, eps)
-    return ThresholdRule(inner.init, update, uses_params=True)
+    return ThresholdRule(inner.init, Partial(_update_relative, inner.update, eps), uses_params=True)
 
 
 @rule_factory
 def fixed(thresholds: Thresholds) -> ThresholdRule:
-    """Uses the given thresholds at all steps, with a trigger and a target per group.
+    """Uses the given thresholds on all steps, with a trigger and a target per group.
 
     Args:
       thresholds: The triggers and targets, as numbers or as arrays with the shape of the norms.
 
     Raises:
-      ValueError: If a field does not broadcast to the shape of the norms. It is raised by the
-        update.
+      ValueError: If the update function cannot broadcast a field to the shape of the norms.
     """
     return ThresholdRule(Partial(_init_empty), Partial(_update_fixed, thresholds))
 
 
 def make_rule(threshold: ScalarOrSchedule | ThresholdRule, argument: str) -> ThresholdRule:
-    """Checks a number, a schedule or a rule and returns it as a rule.
-
-    A rule is a pytree and can be an argument under `jit`.
-    """
+    """Converts a number or a schedule to a rule, and checks a rule."""
     if isinstance(threshold, ThresholdRule):
         arguments_by_field = {"init": ("norms",), "update": ("norms", "state", "param_norms")}
         for field, arguments in arguments_by_field.items():
             fn = getattr(threshold, field)
             try:
                 inspect.signature(fn).bind(*arguments)
-            except ValueError:  # some builtin functions have no signature
+            except ValueError:  # some built-in functions have no signature
                 continue
             except TypeError:
                 raise TypeError(
@@ -161,14 +144,14 @@ def make_rule(threshold: ScalarOrSchedule | ThresholdRule, argument: str) -> Thr
 
 
 def count_steps(threshold: Any) -> ThresholdRule:
-    """Makes a rule from a `_Schedule` or a number. The state of the rule is the step count."""
+    """Makes a rule from a `_Schedule` or a number, with the step count as its state."""
     return ThresholdRule(Partial(_init_count), Partial(_update_schedule, threshold))
 
 
 def check_threshold(
     threshold: ThresholdLike, argument: str = "threshold"
 ) -> ThresholdRule | dict[str, ThresholdRule]:
-    """Checks a threshold and returns it as a rule, or as a dict from group names to rules."""
+    """Converts a threshold to a rule, or a dict of thresholds to a dict of rules."""
     if isinstance(threshold, Mapping):
         return {name: make_rule(one, f"{argument}[{name!r}]") for name, one in threshold.items()}
     return make_rule(threshold, argument)
@@ -177,7 +160,7 @@ def check_threshold(
 def check_loss_threshold(
     threshold: ScalarOrSchedule | ThresholdRule, argument: str = "loss_threshold"
 ) -> ThresholdRule:
-    """Checks a threshold of any sign for the loss and returns it as a rule without a floor."""
+    """Converts a threshold for the loss, which may be negative, to a rule without a floor."""
     if isinstance(threshold, ThresholdRule):
         if threshold.uses_params:
             raise ValueError(
@@ -190,36 +173,31 @@ def check_loss_threshold(
     check_not_component(threshold, argument)
     number = check_threshold_value(threshold, argument, allow_any_number=True, schedule=True)
     if not isinstance(number, jax.Array) and math.isnan(number):
-        raise ValueError(
-            f"{argument} must not be NaN, got {number!r}; pass None to ignore the loss"
-        )
-    # Constants use the rule of schedules, so both have the same state in checkpoints.
+        raise ValueError(f"{argument} must not be NaN, got nan; pass None to ignore the loss")
+    # Constants use the rule for schedules, so both have the same state in checkpoints.
     return count_steps(number)
 
 
 def loss_from_extra_args(
     extra_args: Mapping[str, Any], name: str, axis_names: tuple[str, ...] | None
 ) -> Array:
-    """Returns `loss` or `value` from the extra arguments of an update, in float32 or float64.
+    """Returns `loss`, or else `value`, from the extra arguments of an update as float32 or float64.
 
-    The loss must be the same on all devices that share a norm. These are the devices along
-    `axis_names`, or all devices if it is None.
+    The loss must be equal on all devices along `axis_names`, or on all devices if this is None.
     """
-    given = {key: extra_args[key] for key in ("loss", "value") if extra_args.get(key) is not None}
-    if not given:
+    argument = "value" if extra_args.get("loss") is None else "loss"
+    loss = extra_args.get(argument)
+    if loss is None:
         raise ValueError(
             f"{name}: value or loss must be passed to the update, got neither; call "
             "update(grads, state, params, value=loss). Flax's TrainState.apply_gradients does not "
-            "pass extra arguments, so call state.tx.update(grads, state.opt_state, state.params, "
-            "value=loss), as in the recipe 'Steps with a bad loss'"
+            "pass extra arguments, so call state.tx.update instead"
         )
-    # If both are passed, `loss` is used.
-    argument, loss = next(iter(given.items()))
     if not is_real(loss):
-        raise TypeError(f"{argument} must be the loss, a real number, got {loss!r:.80}")
+        raise TypeError(f"{argument} must be the loss as a real number, got {loss!r:.80}")
     if jnp.ndim(loss):
         raise ValueError(
-            f"{argument} must be a scalar, the loss of the whole batch, got an array of shape "
+            f"{argument} must be the loss of the whole batch as a scalar, got an array of shape "
             f"{jnp.shape(loss)}; pass its mean"
         )
     meshes.check_replicated_scalar(loss, axis_names, f"{name}: {argument}")
@@ -232,11 +210,11 @@ def resolve_rule(
     entries: Sequence[tuple[str, tuple[int, ...]]],
     is_part: bool = False,
 ) -> ThresholdRule:
-    """Returns one rule for the groups with these names and shapes.
+    """Combines a dict of rules into one rule for groups with these names and shapes.
 
-    The state of a dict of rules is a dict of their states. Without groups, as for parameters
-    without leaves, the names of the dict are used. If `is_part` is True, the tree is a part of a
-    larger tree and may lack groups of the dict.
+    The state of this rule is a dict of states. If the tree has no leaves, `entries` is empty and
+    the rule uses the names in the dict. If `is_part` is True, the tree may lack groups of the dict
+    because it is a part of a larger tree.
     """
     if isinstance(threshold, ThresholdRule):
         return threshold
@@ -247,7 +225,7 @@ def resolve_rule(
             f"thresholds must be given for the groups {names}, got {sorted(threshold)}; pass one "
             "threshold per group"
         )
-    # The rules cannot learn the names in `init`, because it only receives the norms.
+    # `init` only receives the norms, so the names must be stored in the rule.
     groups = StaticNames(tuple(names), tuple(shape for _, shape in entries))
     rules = {name: threshold[name] for name in names}
     return ThresholdRule(
@@ -258,19 +236,19 @@ def resolve_rule(
 
 
 def stateless_rule_state(threshold: ThresholdRule | dict[str, ThresholdRule], name: str) -> PyTree:
-    """Returns the constant state of a threshold without memory."""
-    is_dict = isinstance(threshold, dict)
-    states = {}
-    for group, rule in threshold.items() if is_dict else [("", threshold)]:
-        # Rules have the same structure for all shapes of norms, so any shape can be used.
-        states[group] = jax.eval_shape(rule.init, jax.ShapeDtypeStruct((1,), jnp.float32))
-        if jax.tree.leaves(states[group]):
-            raise ValueError(needs_state_message(name))
-    return states if is_dict else states[""]
+    """Returns the state of a threshold, or raises if the state contains arrays."""
+    # The structure of a state does not depend on the shape of the norms, so any shape can be used.
+    like = jax.ShapeDtypeStruct((1,), jnp.float32)
+    if isinstance(threshold, dict):
+        state = {group: jax.eval_shape(rule.init, like) for group, rule in threshold.items()}
+    else:
+        state = jax.eval_shape(threshold.init, like)
+    if jax.tree.leaves(state):
+        raise ValueError(needs_state_message(name))
+    return state
 
 
 def needs_state_message(name: str) -> str:
-    """Returns the message for a threshold that requires a state although `record` is False."""
     return (
         f"{name}: record must be True for a threshold that depends on earlier steps, got False; "
         "remove record=False or use a constant threshold"
@@ -278,16 +256,15 @@ def needs_state_message(name: str) -> str:
 
 
 def evaluate_schedules(rule: ThresholdRule, state: PyTree) -> ThresholdRule:
-    """Replaces the schedule of a rule by its value at this step.
+    """Replaces the schedule in a rule with its value on this step.
 
-    This runs before the compiled update, which is then shared by all steps and schedules. Rules
-    that contain other rules evaluate their schedules themselves and are returned unchanged.
+    This runs before the compiled update, so all steps and schedules share one compiled program.
+    Dicts of rules evaluate their schedules in the update instead.
     """
-    # A state with another shape belongs to another rule and is rejected by `update_rule`.
+    # If the state is not a step count, it belongs to a different rule and `update_rule` rejects it.
     is_count = getattr(state, "shape", None) == ()
-    if getattr(rule.update, "func", None) not in (_update_schedule, _update_relative):
-        return rule
-    if not is_count:
+    func = getattr(rule.update, "func", None)
+    if not is_count or func not in (_update_schedule, _update_relative):
         return rule
     return jax.tree.map(
         lambda x: x(state) if isinstance(x, _Schedule) else x,
@@ -318,7 +295,7 @@ def _init_count(norms: Array) -> Array:
 
 
 def _broadcast(threshold: Any, norms: Array) -> Array:
-    """Broadcasts a threshold to the shape and dtype of the norms."""
+    """Converts a threshold to the shape and dtype of the norms."""
     return jnp.broadcast_to(jnp.asarray(threshold).astype(norms.dtype), norms.shape)
 
 
@@ -357,8 +334,8 @@ def _update_relative(
     (ratio, _), state = inner(norms, state, None)  # f32[groups]
     # f32[groups], in the dtype of the norms
     size = jnp.maximum(param_norms.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
-    # An infinite ratio is replaced by 0 in the product, because the derivatives of both branches
-    # of `where` must be finite.
+    # The product uses 0 instead of an infinite ratio, because both branches of `where` must have
+    # finite derivatives.
     is_infinite = jnp.isinf(ratio)
     thresholds = jnp.where(is_infinite, ratio, jnp.where(is_infinite, 0, ratio) * size)
     return Thresholds(thresholds, thresholds), state
@@ -383,25 +360,22 @@ def _update_by_name(
     param_norms_by_name = {} if param_norms is None else _split_by_group(param_norms, groups)
     triggers, targets, new = {}, {}, {}
     for name, rule in rules.items():
+        sizes = param_norms_by_name[name] if rule.uses_params else None
         (triggers[name], targets[name]), new[name] = call_rule(
-            rule,
-            norms_by_name[name],
-            state[name],
-            param_norms_by_name[name] if rule.uses_params else None,
-            f"the threshold of {name!r}",
+            rule, norms_by_name[name], state[name], sizes, f"the threshold of {name!r}"
         )
     if not norms.size:
         # Trees without leaves have no thresholds, but their rules update their states.
         return Thresholds(norms, norms), new
-    columns = [
-        ravel_and_concatenate([by_name[name] for name in groups])  # f32[groups]
-        for by_name in (triggers, targets)
-    ]
-    return Thresholds(*(x.astype(norms.dtype).reshape(norms.shape) for x in columns)), new
+    fields = []
+    for by_name in (triggers, targets):
+        flat = ravel_and_concatenate([by_name[name] for name in groups])  # f32[groups]
+        fields.append(flat.astype(norms.dtype).reshape(norms.shape))
+    return Thresholds(*fields), new
 
 
 def _split_by_group(norms: Array, groups: StaticNames) -> dict[str, Array]:
-    """Returns the norms by group name. They are NaN if the tree has no leaves."""
+    """Splits the norms by group name. They are NaN if the tree has no leaves."""
     if not norms.size:
         pieces = [jnp.full(shape, jnp.nan, norms.dtype) for shape in groups.shapes]
     else:

@@ -43,11 +43,11 @@ def log_tracker(
 ) -> ThresholdRule:
     """Uses a number of standard deviations above the moving mean of `log(1 + norm)`.
 
-    There is no threshold until the weights of the averages sum to 0.75, which requires 277 norms
-    with the default decay. Norms above the threshold are recorded as the threshold, so the rule can
-    follow a lasting increase.
+    Thresholds are infinite until the weights of the averages sum to 0.75 (277 norms with the
+    default decay). Norms above the threshold are recorded as the threshold, so the rule can follow
+    a lasting increase.
 
-    Source: Chen et al., 2018, arXiv 1804.09849, the gradient norm tracker of tensorflow/lingvo.
+    Source: Chen et al., 2018, arXiv 1804.09849, the gradient norm tracker in tensorflow/lingvo.
 
     Args:
       decay: The decay of the mean and the variance.
@@ -65,7 +65,7 @@ def log_tracker(
       >>> print(thresholds.trigger)
       inf
     """
-    settings = _TrackerSettings(
+    settings = (
         check_range(decay, 0, 1, "decay", "; use num_std= for a number of standard deviations"),
         check_minimum(num_std, 0, "num_std"),
         check_threshold_value(min_threshold, "min_threshold"),
@@ -94,24 +94,23 @@ def adagc(
 ) -> ThresholdRule:
     """Uses a small multiple of the moving average of the clipped norms, as in AdaGC.
 
-    During the warmup, all groups are multiplied by `min(lambda_abs / global norm, 1)`, and the
-    average of a group is initialized with the smallest of its resulting norms. The defaults are the
-    constants of the latest version of the paper.
+    During the warmup, all groups are multiplied by `min(lambda_abs / global norm, 1)`. A group's
+    average starts at the smallest of its norms after this clipping. The defaults are those in the
+    latest version of the paper.
 
-    The rule records clipped norms. Without patience, however, a threshold grows by a factor of at
-    most `1 + (1 - beta) * (lambda_rel - 1)` per step and needs 1734 steps to double.
+    If patience is None, a threshold grows by at most a factor of
+    `1 + (1 - beta) * (lambda_rel - 1)` per step, so doubling it takes 1734 steps by default.
 
     Source: Wang et al., 2025, AdaGC, arXiv 2502.11034, where the groups are leaves.
 
     Args:
-      lambda_rel: The ratio of the threshold to the average.
+      lambda_rel: The threshold divided by the average.
       lambda_abs: The maximum global norm during the warmup.
       beta: The decay of the average.
       warmup_steps: The number of norms in the warmup.
-      floor: The lower bound on thresholds. Smaller norms are not recorded. If 0, a group with a
-        norm of zero during the warmup stays at zero, as in the published rule.
-      patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. Use `None` to disable this.
+      floor: The lower bound on thresholds. Smaller norms are not recorded. If 0, a zero norm
+        during the warmup makes the threshold of its group zero, as in the published rule.
+      patience: The number of norms in a row above their threshold before raw norms are recorded.
       max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
@@ -122,7 +121,7 @@ def adagc(
       >>> print(thresholds.target)
       [0.6 0.8]
     """
-    settings = _AdaGCSettings(
+    settings = (
         check_minimum(lambda_rel, 0, "lambda_rel"),
         check_threshold_value(lambda_abs, "lambda_abs"),
         check_range(beta, 0, 1, "beta"),
@@ -145,19 +144,17 @@ def quantile(
 ) -> ThresholdRule:
     """Adapts the threshold until the target fraction of norms is at or below it.
 
-    The threshold is multiplied by `exp(-learning_rate * ((norm <= threshold) - target))` at all
-    steps.
+    The threshold is multiplied by `exp(-learning_rate * ((norm <= threshold) - target))` per step.
 
-    Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, arXiv 1905.03871, without noise and with
-    one norm per step.
+    Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, arXiv 1905.03871, without noise.
 
     Args:
       target: The fraction of norms at or below the threshold, from 0 to 1.
       learning_rate: The learning rate of the threshold.
-      init_threshold: The threshold at the first step.
-      geometric: If True, the threshold is multiplied by the factor above and stays in the range of
-        normal float32 numbers, unless it starts from 0 or infinity. If False, the exponent is added
-        to the threshold, which cannot become negative.
+      init_threshold: The threshold on the first step.
+      geometric: If True, the threshold is multiplied by the factor above and remains a normal
+        float32 number, unless it starts at 0 or infinity. If False, the exponent is added to the
+        threshold, which cannot become negative.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
       max_norm: The upper bound on thresholds. By default, there is no bound.
 
@@ -170,25 +167,15 @@ def quantile(
       >>> print(thresholds.trigger)
       0.904837
     """
-    settings = _QuantileSettings(
+    settings = (
         check_range(target, 0, 1, "target"),
         check_minimum(learning_rate, 0, "learning_rate"),
         check_threshold_value(init_threshold, "init_threshold"),
     )
+    statistic = _Quantile(check_bool(geometric, "geometric"))
     return adaptive(
-        _Quantile(check_bool(geometric, "geometric")),
-        settings,
-        record="raw",
-        floor=floor,
-        patience=None,
-        max_norm=max_norm,
+        statistic, settings, record="raw", floor=floor, patience=None, max_norm=max_norm
     )
-
-
-class _TrackerSettings(NamedTuple):
-    decay: Any
-    num_std: Any
-    min_threshold: Any
 
 
 @register_state
@@ -205,25 +192,24 @@ class _LogTracker:
         return _TrackerState(Moments(zeros, zeros), zeros)
 
     def observe(
-        self, settings: _TrackerSettings, state: _TrackerState, norm: Array, count: Array
+        self, settings: Any, state: _TrackerState, norm: Array, count: Array
     ) -> _TrackerState:
         del count
-        # Norms are increased to at least 0.01, and larger norms are replaced by the threshold.
+        # Record the threshold instead of larger norms, and 0.01 instead of smaller norms.
         capped = jnp.minimum(jnp.log1p(jnp.maximum(norm, 0.01)), _log_threshold(settings, state))
-        rest = 1 - cast_to_float32(settings.decay)
+        rest = 1 - cast_to_float32(settings[0])
         weight = state.weight + rest * (1 - state.weight)
-        # Division by the sum of the weights makes the averages unbiased.
+        # Dividing by the sum of the weights makes the averages unbiased.
         fraction = divide_no_nan(rest * jnp.ones_like(weight), weight, 0)
         return _TrackerState(update_moments(state.moments, capped, fraction), weight)
 
     def compute_thresholds(
-        self, settings: _TrackerSettings, state: _TrackerState, norm: Array, count: Array
+        self, settings: Any, state: _TrackerState, norm: Array, count: Array
     ) -> Thresholds:
         del norm, count
         log_threshold = _log_threshold(settings, state)
         is_finite = (state.weight > 0.75) & ~(log_threshold >= _LARGEST_LOG)
-        # The argument of `expm1` is replaced by 0 if the result would be infinite, because its
-        # derivative would be infinite too.
+        # If `expm1` would overflow, its argument is set to 0 to keep its derivative finite.
         threshold = jnp.where(is_finite, jnp.expm1(jnp.where(is_finite, log_threshold, 0)), jnp.inf)
         return Thresholds(threshold, threshold)
 
@@ -232,18 +218,11 @@ _LARGEST_LOG = np.log1p(np.finfo(np.float32).max)
 """The smallest number for which `expm1` is infinite in float32."""
 
 
-def _log_threshold(settings: _TrackerSettings, state: _TrackerState) -> Array:
-    # The deviation is at least 1e-3, even if all norms are equal.
-    std = jnp.maximum(state.moments.std, 1e-3)
-    cap = state.moments.mean + signed_multiple(settings.num_std, std)
-    return jnp.maximum(cap, jnp.log1p(jnp.maximum(cast_to_float32(settings.min_threshold), 0)))
-
-
-class _AdaGCSettings(NamedTuple):
-    lambda_rel: Any
-    lambda_abs: Any
-    beta: Any
-    warmup_steps: Any
+def _log_threshold(settings: Any, state: _TrackerState) -> Array:
+    _, num_std, min_threshold = settings
+    # Use a standard deviation of at least 1e-3, even if all norms are equal.
+    cap = state.moments.mean + signed_multiple(num_std, jnp.maximum(state.moments.std, 1e-3))
+    return jnp.maximum(cap, jnp.log1p(jnp.maximum(cast_to_float32(min_threshold), 0)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,55 +231,46 @@ class _Adagc:
         del settings
         return jnp.zeros(like.shape, jnp.float32)
 
-    def observe(self, settings: _AdaGCSettings, state: Array, norm: Array, count: Array) -> Array:
-        average = lerp(state, norm, 1 - cast_to_float32(settings.beta))
+    def observe(self, settings: Any, state: Array, norm: Array, count: Array) -> Array:
+        _, _, beta, warmup_steps = settings
+        average = lerp(state, norm, 1 - cast_to_float32(beta))
         # During the warmup, the state is the smallest norm.
-        new = jnp.where(count < settings.warmup_steps, jnp.minimum(state, norm), average)
+        new = jnp.where(count < warmup_steps, jnp.minimum(state, norm), average)
         return jnp.where(count == 0, norm, new)
 
     def compute_thresholds(
-        self, settings: _AdaGCSettings, state: Array, norm: Array, count: Array
+        self, settings: Any, state: Array, norm: Array, count: Array
     ) -> Thresholds:
-        # f32[groups] -> f32[], where the global norm is `root * unit`
+        lambda_rel, lambda_abs, _, warmup_steps = settings
+        # f32[groups] -> f32[]. The global norm is `root * unit`.
         root, unit = combine_norms_factored(norm)
-        # `norm / global_norm` is computed first, because `lambda_abs / global_norm` may overflow or
-        # become subnormal.
-        max_norm = cast_to_float32(settings.lambda_abs)
+        # Divide the norm first, because `lambda_abs / global_norm` may overflow or be subnormal.
+        max_norm = cast_to_float32(lambda_abs)
         fraction = divide_no_nan(divide_by_pow2(norm, unit), root, 1)  # f32[groups]
-        # The derivatives of the product must be finite even if it is not selected.
+        # The product must have finite derivatives, even if it is not selected.
         product = jnp.where(jnp.isinf(max_norm), 1, max_norm) * fraction
-        # The threshold is the group's fraction of `lambda_abs`. If the global norm is smaller, the
-        # threshold is at least the norm, so rounding cannot cause clipping.
-        warmup = jnp.where(
-            root > divide_by_pow2(max_norm, unit), product, jnp.maximum(product, norm)
-        )
+        # If the global norm does not exceed `lambda_abs`, rounding must not cause clipping.
+        is_large = root > divide_by_pow2(max_norm, unit)
+        warmup = jnp.where(is_large, product, jnp.maximum(product, norm))
         warmup = jnp.where(jnp.isinf(max_norm), jnp.inf, warmup)
-        learned = jnp.where(count == 0, jnp.inf, signed_multiple(settings.lambda_rel, state))
-        threshold = jnp.where(count < settings.warmup_steps, warmup, learned)
+        learned = jnp.where(count == 0, jnp.inf, signed_multiple(lambda_rel, state))
+        threshold = jnp.where(count < warmup_steps, warmup, learned)
         return Thresholds(threshold, threshold)
-
-
-class _QuantileSettings(NamedTuple):
-    target: Any
-    learning_rate: Any
-    init_threshold: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _Quantile:
     geometric: bool
 
-    def init(self, settings: _QuantileSettings, like: Array) -> Array:
-        return jnp.full(like.shape, cast_to_float32(settings.init_threshold))
+    def init(self, settings: Any, like: Array) -> Array:
+        return jnp.full(like.shape, cast_to_float32(settings[2]))
 
-    def observe(
-        self, settings: _QuantileSettings, state: Array, norm: Array, count: Array
-    ) -> Array:
+    def observe(self, settings: Any, state: Array, norm: Array, count: Array) -> Array:
         del count
-        # The gradient of the quantile loss.
-        excess = (norm <= state).astype(jnp.float32) - cast_to_float32(settings.target)
-        # [groups], negative if the norm is at or below the threshold
-        step = -cast_to_float32(settings.learning_rate) * excess
+        target, learning_rate, _ = settings
+        # f32[groups], the gradient of the quantile loss
+        excess = (norm <= state).astype(jnp.float32) - cast_to_float32(target)
+        step = -cast_to_float32(learning_rate) * excess
         return scale_by_exp(state, step) if self.geometric else jnp.maximum(state + step, 0)
 
     def compute_thresholds(

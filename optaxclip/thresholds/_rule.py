@@ -1,8 +1,4 @@
-"""Checks thresholds and evaluates threshold rules.
-
-The `check_*` functions check the numbers and functions that users pass. `update_rule` evaluates a
-rule in an update.
-"""
+"""Checks thresholds and evaluates threshold rules."""
 
 import difflib
 import inspect
@@ -40,17 +36,15 @@ def check_threshold_value(
     schedule: bool = False,
     by_name: bool = False,
 ) -> Any:
-    """Checks that `threshold` is a valid scalar and returns it.
-
-    The values of arrays are checked like numbers unless the array is traced.
+    """Checks that `threshold` is a scalar that is neither negative nor NaN, and returns it.
 
     Args:
-      threshold: A Python, NumPy, JAX or traced scalar.
+      threshold: A Python, NumPy or JAX scalar. The values of traced arrays are not checked.
       argument: The name of the argument in messages.
-      allow_any_number: If True, negative numbers and NaN are allowed.
+      allow_any_number: If True, negative numbers and NaN are also valid.
       disabled_value: The value that disables clipping, for messages. If set, 0 causes a warning.
-      schedule: If True, messages add that a schedule or a dict of thresholds can be used.
-      by_name: If True, messages add that a dict of thresholds can be used.
+      schedule: If True, messages also suggest a schedule or a dict of thresholds.
+      by_name: If True, messages also suggest a dict of thresholds.
     """
     hint = f"; pass {disabled_value} to disable clipping" if disabled_value else ""
     if not is_real(threshold):
@@ -59,9 +53,7 @@ def check_threshold_value(
             f"{argument} must be {kinds}, got {short_repr(threshold)} of type "
             f"{type(threshold).__name__}{hint if threshold is None else chain_hint(threshold)}"
         )
-    # Python numbers have no shape.
-    shape = getattr(threshold, "shape", ())
-    if shape != ():
+    if shape := getattr(threshold, "shape", ()):  # Python numbers have no shape
         remedy = "; pass a dict from group names to thresholds, as in optaxclip.clip_by"
         raise ValueError(
             f"{argument} must be a scalar, got an array of shape {shape}"
@@ -72,7 +64,7 @@ def check_threshold_value(
         return threshold
     try:
         value = float(jax.device_get(threshold) if is_array else threshold)
-    except OverflowError:  # an integer that exceeds all floats
+    except OverflowError:  # an integer that is too large for a float
         value = threshold = math.inf if threshold > 0 else -math.inf
     if not allow_any_number and (math.isnan(value) or value < 0):
         raise ValueError(f"{argument} must not be negative or NaN, got {threshold!r}{hint}")
@@ -80,59 +72,56 @@ def check_threshold_value(
         warn(f"{argument} is 0, so all gradients become zero and nothing is trained{hint}")
     if is_array:
         return threshold
-    # Numbers that exceed JAX's default float dtype become infinite because NumPy would warn later.
+    # Make numbers too large for JAX's default float dtype infinite, so that NumPy does not warn.
     if abs(value) > float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max):
         return math.copysign(math.inf, value)
-    # Larger integers become floats because JAX truncates them to 32 bits (as of JAX 0.10.2).
+    # JAX truncates larger integers to 32 bits (as of JAX 0.10.2), so return them as floats.
     return threshold if abs(value) < 2**31 else value
 
 
 def check_decay(decay: Any, argument: str) -> Any:
-    """Checks that `decay` is a number from 0 to below 1 and returns it.
+    """Checks that `decay` is in the range [0, 1), unless traced, and returns it.
 
-    A decay of 1 would give all values the weight 0 and make a debiased average 0 / 0. The range of
-    traced arrays is not checked.
+    With a decay of 1, the weights of all values would be 0, so a debiased average would be 0 / 0.
     """
     check_threshold_value(decay, argument, allow_any_number=True)
     check_precision(decay, argument)
-    if not has_value(decay):
-        return decay
-    if not 0 <= decay < 1:
-        raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
-    if np.float32(decay) == 1:
-        raise ValueError(
-            f"{argument} must be below 1 in float32, got {decay!r}; use at most 0.99999994"
-        )
+    if has_value(decay):
+        if not 0 <= decay < 1:
+            raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
+        if np.float32(decay) == 1:
+            raise ValueError(
+                f"{argument} must be below 1 in float32, got {decay!r}; use at most 0.99999994"
+            )
     return decay
 
 
 def has_value(number: Any) -> bool:
-    """Returns `True` if a number is neither traced nor only on other hosts."""
+    """Returns `True` if a number is not traced and this process can read it."""
     is_array = isinstance(number, jax.Array)
     return not is_array or (not isinstance(number, Tracer) and number.is_fully_addressable)
 
 
 def check_precision(number: Any, argument: str) -> None:
-    """Checks that an array has at least the precision of float32.
+    """Checks that a floating-point array is at least as precise as float32.
 
-    For example, a decay of 0.999 is rounded to 1 in bfloat16, and an average would never change.
+    For example, bfloat16 rounds a decay of 0.999 to 1, so the average would never change.
     """
     dtype = getattr(number, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        return
-    if jnp.finfo(dtype).eps > jnp.finfo(jnp.float32).eps:
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    if is_float and jnp.finfo(dtype).eps > jnp.finfo(jnp.float32).eps:
         raise TypeError(
-            f"{argument} must have at least the precision of float32, got an array of dtype "
-            f"{dtype}; pass hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"
+            f"{argument} must be float32 or higher precision, got an array of dtype {dtype}; pass "
+            "hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"
         )
 
 
 def check_not_component(threshold: Any, argument: str) -> None:
-    """Rejects rule names, scopes and functions of this package, because they are not schedules."""
+    """Rejects values that are easily mistaken for thresholds: rule names, scopes and factories."""
     check_called(threshold, "optaxclip.thresholds", argument, "thresholds")
     must = f"{argument} must be a number, a schedule or a rule, got"
     if isinstance(threshold, str):
-        # The functions of `optaxclip.thresholds`, which cannot be imported here without a cycle.
+        # Importing `optaxclip.thresholds` here would be circular.
         namespace = vars(sys.modules[__name__.rpartition(".")[0]])
         names = [name for name, value in namespace.items() if inspect.isfunction(value)]
         if near := difflib.get_close_matches(threshold, names, n=1):
@@ -148,25 +137,22 @@ def check_not_component(threshold: Any, argument: str) -> None:
 
 
 def check_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Callable[..., Any]:
-    """Checks that a function is a schedule and returns it.
-
-    The function is traced with an abstract step count. If this fails, it is called with 0.
-    """
+    """Checks that a function is a schedule by tracing or calling it, and returns it."""
     must = f"{argument} must be a schedule (a function of the step count)"
     own_rule = "use optaxclip.ThresholdRule(init, update) for a threshold that depends on norms"
     try:
         parameter = next(iter(inspect.signature(fn).parameters), "")
-    except (TypeError, ValueError):  # some builtin functions have no signature
+    except (TypeError, ValueError):  # some built-in functions have no signature
         parameter = ""
     if re.search(r"(^|_)(norms?|grads?|gradients?)$", parameter):
         raise TypeError(f"{must}, got a function of {parameter!r}; {own_rule}")
     try:
-        # Schedules may later run with other settings of dtype and rank promotion.
+        # Schedules may run later with different dtype and rank promotion settings.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             try:
                 value = jax.eval_shape(fn, jax.ShapeDtypeStruct((), jnp.int32))
             except jax.errors.JAXTypeError:
-                # Schedules that branch on the value of the count only work in eager mode.
+                # Schedules that branch on the step count only work in eager mode.
                 value = fn(jnp.zeros((), jnp.int32))
     except NameError:  # an axis name that `shard_map` binds later
         return fn
@@ -184,7 +170,7 @@ def check_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Callab
 
 
 def params_if_needed(rule: ThresholdRule, params: PyTree | None, name: str) -> PyTree | None:
-    """Returns the parameters if the threshold is relative to them, and None otherwise."""
+    """Returns the parameters if the rule uses them, and None otherwise."""
     if rule.uses_params and params is None:
         raise ValueError(
             f"{name}: params must be passed if a threshold is relative to the parameters, got "
@@ -203,13 +189,12 @@ def update_rule(
 ) -> tuple[Thresholds, PyTree]:
     """Returns the thresholds of a rule for these norms and its next state.
 
-    Negative thresholds are treated as 0, because a negative factor would reverse the gradient. If
-    `any_sign` is True, the rule is for losses and its thresholds can be negative. The next state
-    has the dtypes of `state`, which a trainer may have cast to a narrower dtype.
+    Negative thresholds become 0, because a negative factor would reverse the gradient. Set
+    `any_sign` to keep them if the rule is for losses. The next state has the dtypes of `state`,
+    because a trainer may have cast the state to a lower precision.
     """
-    # Checks that this rule made the state. Under `jit`, the checks only run during tracing.
     own = jax.eval_shape(rule.init, norms)
-    # States without arrays match, since some checkpoints store None instead of ().
+    # Any two states without arrays match, since some checkpoints store None instead of ().
     if jax.tree.leaves((own, state)) and _shapes(own) != _shapes(state):
         raise ValueError(
             f"{name}: the state must contain {_describe_state(own)} for this threshold, got "
@@ -217,20 +202,18 @@ def update_rule(
         )
     thresholds, new = call_rule(rule, norms, state, param_norms, name)
     if meshes.manual_axes():
-        # Thresholds may only differ along mesh axes where the norms differ.
+        # Thresholds may only differ along mesh axes along which the norms differ.
         measured = meshes.tree_varying_axes((norms, param_norms))
         for threshold in thresholds:
             others = meshes.varying_axes(threshold) - measured
             meshes.check_replicated_scalar(threshold, others, f"{name}: the threshold")
     if not any_sign:
-        thresholds = Thresholds(
-            *(jnp.where(threshold < 0, 0, threshold) for threshold in thresholds)
-        )
+        thresholds = Thresholds(*(jnp.where(x < 0, 0, x) for x in thresholds))
     if not jax.tree.leaves(state):
         return thresholds, new
     leaves = []
     for x, old in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
-        # A cast to a narrower dtype saturates, because an infinite state would be permanent.
+        # Casts to a lower precision saturate, because an infinite state would stay infinite.
         dtype = jnp.result_type(old)
         is_cast = x.dtype != dtype and jnp.issubdtype(dtype, jnp.floating)
         leaves.append(saturating_cast(x, dtype) if is_cast else x)
@@ -240,11 +223,11 @@ def update_rule(
 def call_rule(
     rule: ThresholdRule, norms: Array, state: PyTree, param_norms: Array | None, name: str
 ) -> tuple[Thresholds, PyTree]:
-    """Calls the update of a rule and checks its results."""
+    """Calls the update function of a rule and checks its results."""
     returned = rule.update(norms, state, param_norms)
     must = f"{name}: the update of a threshold rule must return"
     is_pair = isinstance(returned, tuple) and len(returned) == 2
-    if not is_pair or not isinstance(returned[0], Thresholds):
+    if not (is_pair and isinstance(returned[0], Thresholds)):
         raise TypeError(f"{must} (Thresholds(trigger, target), state), got {_describe(returned)}")
     thresholds, new = returned
     for field, threshold in thresholds._asdict().items():
@@ -252,25 +235,17 @@ def call_rule(
         if not is_array or jnp.shape(threshold) != norms.shape:
             raise (ValueError if is_array else TypeError)(
                 f"{must} thresholds with the shape of the norms, {_describe(norms)}, got "
-                f"{_describe(threshold)} for {field}; use jnp.full_like(norms, threshold) for a "
-                "common threshold"
+                f"{_describe(threshold)} for {field}; use jnp.full_like(norms, threshold)"
             )
     # States without arrays may differ, because some checkpoints store None instead of (), and
-    # because a state may have groups that are not in this part of the tree.
-    if jax.tree.leaves((state, new)):
-        is_float = [
-            [
-                jnp.issubdtype(getattr(x, "dtype", None) or jnp.result_type(x), jnp.floating)
-                for x in jax.tree.leaves(tree)
-            ]
-            for tree in (state, new)
-        ]
-        if _shapes(new) != _shapes(state) or is_float[0] != is_float[1]:
-            raise ValueError(
-                f"{must} a state with the structure, shapes and kinds of dtypes of the previous "
-                f"state, {_describe(state)}, got {_describe(new)}"
-            )
-    # Python numbers in a state become arrays.
+    # because a state may contain groups that are missing in this part of the tree.
+    if jax.tree.leaves((state, new)) and (
+        _shapes(new) != _shapes(state) or _float_flags(new) != _float_flags(state)
+    ):
+        raise ValueError(
+            f"{must} a state with the structure, shapes and kinds of dtypes of the previous "
+            f"state, {_describe(state)}, got {_describe(new)}"
+        )
     return thresholds, jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), new)
 
 
@@ -279,8 +254,12 @@ def _shapes(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
     return structure, [jnp.shape(x) for x in leaves]
 
 
+def _float_flags(tree: PyTree) -> list[bool]:
+    dtypes = (getattr(x, "dtype", None) or jnp.result_type(x) for x in jax.tree.leaves(tree))
+    return [jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes]
+
+
 def _describe_state(state: PyTree) -> str:
-    """Describes the state of a rule for a message."""
     nodes = jax.tree.leaves(
         state, is_leaf=lambda x: isinstance(getattr(x, "rule", None), StaticNames)
     )
@@ -292,7 +271,7 @@ def _describe_state(state: PyTree) -> str:
 
 
 def _describe(value: Any) -> str:
-    """Describes the result of a user's function for a message."""
+    """Describes the return value of a user's function in a message."""
     if isinstance(value, Thresholds):
         return "Thresholds without a state"
     if isinstance(value, tuple) and any(isinstance(x, Thresholds) for x in value[1:]):

@@ -36,23 +36,21 @@ def percentile(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """Uses a linearly interpolated percentile of the last norms as the threshold.
+    """Uses a linearly interpolated percentile of the most recent norms as the threshold.
 
-    By default, this is the rule of TRELLIS (microsoft/TRELLIS), where the window excludes the
-    current norm. AutoClip (Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469) is
+    The defaults match TRELLIS (microsoft/TRELLIS). For AutoClip (Seetharaman, Wichern, Pardo and
+    Le Roux, 2020, arXiv 2007.14469), use
     `percentile(10.0, window, inclusive=True, warmup_steps=0)`.
 
     Args:
-      percentile: The percentile, from 0 to 100. Numbers between 0 and 1 cause a warning, because
-        they are often fractions.
+      percentile: The percentile, from 0 to 100. A number between 0 and 1 causes a warning, because
+        it is often meant as a fraction.
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
-      record: See `optaxclip.thresholds._adaptive` for this option and the following options.
+      record: See `optaxclip.thresholds.adaptive` for this option and the options below.
       inclusive: If True, the window includes the current norm.
-      warmup_steps: The number of recorded norms after which there is a threshold. Defaults to
-        `window`.
+      warmup_steps: The number of norms before a finite threshold. Defaults to `window`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. Use `None` to disable this.
+      patience: The number of norms in a row above their threshold before raw norms are recorded.
       max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
@@ -68,8 +66,8 @@ def percentile(
     number: Any = check_range(percentile, 0, 100, "percentile")
     if not isinstance(number, jax.Array) and 0 < number < 1:
         warn(
-            f"percentile is a number from 0 to 100, got {number!r}, so fewer than 1 in 100 norms "
-            f"are below the threshold; pass {100 * number:g} for a fraction of {number!r}"
+            f"percentile is a number from 0 to 100, got {number!r}; pass {100 * number:g} if you "
+            f"mean the fraction {number!r}"
         )
     return adaptive(
         _Percentile(window),
@@ -97,24 +95,22 @@ def window(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """Uses the mean of the last norms plus a number of standard deviations as the threshold.
+    """Uses the mean of the most recent norms plus a number of standard deviations.
 
-    By default, this is the rule of Levanter (marin-community/levanter), which applies it to
-    updates. `optaxclip.skip_above` can use this rule to skip steps by their norm or loss. See its
-    documentation for the arguments of OLMo-core, MaxText and Levanter.
+    The defaults match Levanter (marin-community/levanter), which applies this rule to updates. To
+    skip steps by their norm or loss, use this rule in `optaxclip.skip_above`, which documents the
+    arguments of OLMo-core, MaxText and Levanter.
 
     Args:
       num_std: The number of standard deviations above the mean.
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
-      ddof: Use 0 for the deviation of the window, and 1 for an unbiased estimate of the variance.
+      ddof: Use 1 for an unbiased estimate of the variance, as in `numpy.var`.
       min_std: The lower bound on the standard deviation.
-      record: See `optaxclip.thresholds._adaptive` for this option and the following options.
+      record: See `optaxclip.thresholds.adaptive` for this option and the options below.
       inclusive: If True, the window includes the current norm.
-      warmup_steps: The number of recorded norms after which there is a threshold. Defaults to
-        half of `window`.
+      warmup_steps: The number of norms before a finite threshold. Defaults to half of `window`.
       floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of consecutive norms above their threshold after which raw norms are
-        recorded. Defaults to 20. Use `None` to disable this.
+      patience: The number of norms in a row above their threshold before raw norms are recorded.
       max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
@@ -149,21 +145,20 @@ def median(
     floor: float = DEFAULT_FLOOR,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """Uses a multiple of the median of the last norms as the threshold, as in ScaledAdam.
+    """Uses a multiple of the median of the most recent norms as the threshold, as in ScaledAdam.
 
-    The threshold is set every `window` steps, and to twice the multiple at steps 10, 20 and 40. The
-    median includes the norm of the current step, but never the norm of the first step. If
-    `every_step` is True, the threshold is set at all steps and the median includes all norms in the
-    window.
+    The threshold is updated every `window` steps. Before the first update, it is set to twice the
+    usual multiple at steps 10, 20 and 40. The median includes the current norm, but not the norm of
+    the first step.
 
     Source: Povey et al., k2-fsa/icefall, and Zipformer, arXiv 2310.11230.
 
     Args:
-      scale: The ratio of the threshold to the median.
+      scale: The threshold divided by the median.
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
-      every_step: If True, sets the threshold at all steps.
-      floor: The lower bound on thresholds. Smaller norms are not recorded. The rule does not need
-        `patience`, because it records raw norms and follows lasting increases.
+      every_step: If True, the threshold is updated on every step, is never doubled, and uses all
+        norms in the window.
+      floor: The lower bound on thresholds. Smaller norms are not recorded.
       max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
@@ -176,20 +171,16 @@ def median(
       2.0
     """
     window = check_int(window, 1, "window")
+    scale = check_minimum(scale, 0, "scale")
+    ring = (_Median if check_bool(every_step, "every_step") else _PeriodicMedian)(window)
     return adaptive(
-        _Median(window) if check_bool(every_step, "every_step") else _PeriodicMedian(window),
-        check_minimum(scale, 0, "scale"),
-        record="raw",
-        inclusive=True,
-        floor=floor,
-        patience=None,
-        max_norm=max_norm,
+        ring, scale, record="raw", inclusive=True, floor=floor, patience=None, max_norm=max_norm
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """A ring buffer of the last norms, float32[window, ...], with norm `i` in slot `i % window`."""
+    """A ring buffer, float32[window, ...], that stores norm `i` in slot `i % window`."""
 
     any_sign: ClassVar[bool] = True
     window: int
@@ -210,7 +201,7 @@ class _Ring:
         return jnp.broadcast_to(column, (self.window, *like.shape))
 
     def filled_slots(self, count: Array) -> tuple[Array, Array]:
-        """Returns flags for the filled slots, bool[window, ...], and the number of these slots."""
+        """Returns which slots are filled, bool[window, ...], and the number of filled slots."""
         number = jnp.minimum(count, self.window)  # [groups]
         return self.slots(count) < number[None], number
 
@@ -224,7 +215,7 @@ class _Percentile(_Ring):
         # [window, groups], with the empty slots at the end
         ordered = jnp.sort(jnp.where(is_filled, state, jnp.finfo(state.dtype).max), axis=0)
         last = jnp.maximum(number - 1, 0)
-        # [groups], from 0 to the number of norms minus 1
+        # [groups], from 0 to number - 1
         position = last.astype(jnp.float32) * (cast_to_float32(settings) / 100)
         below = jnp.floor(position).astype(jnp.int32)
         low, high = _take(ordered, below), _take(ordered, jnp.minimum(below + 1, last))
@@ -254,8 +245,7 @@ class _Window(_Ring):
         is_filled, number = self.filled_slots(count)
         number = number.astype(jnp.float32)  # [groups]
         ring = jnp.where(is_filled, state, 0)  # [window, groups]
-        # Division by a power of two near the largest norm prevents overflow of sums and squares.
-        # f32[groups]
+        # f32[groups], a power of two near the largest norm. It prevents overflow.
         unit = floor_pow2(jnp.max(jnp.abs(ring), axis=0))
         ring = divide_by_pow2(ring, unit[None])
         mean = jnp.sum(ring, axis=0) / jnp.maximum(number, 1)
@@ -281,7 +271,6 @@ class _PeriodicMedian:
 
     def init(self, settings: Any, like: Array) -> _PeriodicState:
         ring = _Ring(self.window).init(settings, like)
-        # Use an infinite threshold before the first update.
         return _PeriodicState(ring, jnp.full(like.shape, jnp.inf, jnp.float32))
 
     def observe(
@@ -290,22 +279,18 @@ class _PeriodicMedian:
         past = _Ring(self.window)
         ring = past.observe(settings, state.ring, norm, count)
         slots = past.slots(count)  # [window, groups]
-        # The norm of step 0 is never included.
+        # As in icefall, the norm of step 0 is never included.
         is_filled = ((slots > 0) & (slots <= count[None])) | (count >= self.window)[None]
         number = jnp.minimum(count, self.window)
-        # This is the second quartile of icefall.
+        # icefall computes the second quartile this way.
         middle = jnp.clip(number // 4 * 2, 0, jnp.maximum(number - 1, 0))
         median = _take(jnp.sort(jnp.where(is_filled, ring, jnp.inf), axis=0), middle)  # [groups]
         threshold = signed_multiple(settings, median)
-        # As in icefall, there are early thresholds with twice the multiple.
+        # As in icefall, early thresholds are twice as large.
         is_early = ((count == 10) | (count == 20) | (count == 40)) & (count < self.window)
         is_regular = count % self.window == 0  # bool[groups]
-        threshold = jnp.where(
-            is_regular,
-            threshold,
-            jnp.where(is_early, signed_multiple(2, threshold), state.threshold),
-        )
-        return _PeriodicState(ring, threshold)
+        early = jnp.where(is_early, signed_multiple(2, threshold), state.threshold)
+        return _PeriodicState(ring, jnp.where(is_regular, threshold, early))
 
     def compute_thresholds(
         self, settings: Any, state: _PeriodicState, norm: Array, count: Array

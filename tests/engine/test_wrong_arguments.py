@@ -188,7 +188,7 @@ def test_a_number_alone_is_no_threshold_of_what_finds_its_own(name):
 
 @pytest.mark.parametrize("number", [0.95, np.float32(0.5), 0.01])
 def test_fractional_percentile_warns(number):
-    share = f"fewer than 1 in 100 norms .*; pass {100 * number:g} for a fraction of "
+    share = f"a number from 0 to 100, got .*; pass {100 * number:g} if you mean the fraction "
     for make in (optaxclip.autoclip, optaxclip.thresholds.percentile):
         with pytest.warns(UserWarning, match=share) as warned:
             make(percentile=number)

@@ -234,7 +234,9 @@ def test_invalid_loss_raises():
     state = tx.init(jnp.ones(1))
     with pytest.raises(ValueError, match=r"^mine: .* value=loss"):
         tx.update(jnp.ones(1), state)
-    with pytest.raises(ValueError, match=r"^value must be a scalar.*\(8,\); pass its mean"):
+    with pytest.raises(
+        ValueError, match=r"^value must be the .* as a scalar.*\(8,\); pass its mean"
+    ):
         tx.update(jnp.ones(1), state, value=jnp.ones(8))
     with pytest.raises(TypeError, match=r"^loss must be .* a real number, got 'a'"):
         tx.update(jnp.ones(1), state, loss="a")
