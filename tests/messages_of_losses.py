@@ -243,7 +243,7 @@ VALUE_ERRORS = {
     "key must be set if count_noise is .*, got None": lambda: jax.jit(
         lambda x: quantile_threshold(count_noise=x).update(x, 3, 4, batch_size=4)
     )(1.0),
-    "^key must be a key .* got None; pass a key, or set noise_multiplier=0": lambda: AGGREGATE(
+    "^key must be a key .* got None; pass a key, or noise_multiplier=0": lambda: AGGREGATE(
         quantile_threshold(count_noise=1.0), 0.0
     ),
     "^noise_multiplier must": lambda: noisy(noise=-1.0),

@@ -205,8 +205,9 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
     if key is None:
         if is_needed:
             raise ValueError(
-                "key must be a key from jax.random or an int, got None; pass a key, or set "
-                "noise_multiplier=0"
+                "key must be a key from jax.random or an int, got None; pass a key, or "
+                "noise_multiplier=0 (in optax.inject_hyperparams with "
+                'static_args=("noise_multiplier",))'
             )
         return None
     if np.shape(key) == () and is_real(key) and jnp.issubdtype(jnp.result_type(key), jnp.integer):

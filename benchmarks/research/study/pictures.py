@@ -17,8 +17,8 @@ from optaxclip import plots
 from optaxclip.plots.style import COLORS, finish_axes
 
 NAMES = ("evidence.png", "evidence_lost.png", "evidence_recovery.png")
-LETTERS, WIDTH, DPI = {"font.size": 13}, 5.6, 200
-"""In points and inches: where a picture has 400 pixels, letters have 13."""
+LETTERS, WIDTH, DPI = {"font.size": 13}, 6.0, 200
+"""In points and inches: where a picture has 400 pixels, letters have 12."""
 ROW, AROUND = 0.265, 1.7
 """Inches of a row with a method's name, and of all else."""
 IN_PICTURE = ("best", "past", "spike", "tails", "nan", "jump", "stretch")
@@ -62,7 +62,7 @@ def verdicts(summary: Summary) -> Figure:
         helps = sum((x.verdict == HELPS) - (x.verdict == HARMS) for x in known)
         return -helps, -float(np.mean([x.share.mean for x in known]))
 
-    figure = Figure(figsize=(1.2 * WIDTH, ROW * len(found) + AROUND), layout="constrained")
+    figure = _figure(len(found))
     if not found:
         return figure
     ax = figure.subplots()
@@ -99,7 +99,7 @@ def tile(ax: Any, x: int, y: int, share: float, verdict: str) -> None:
     text = f"{100 * share:+.{1 if abs(share) < 0.0995 else 0}f}"
     is_zero = float(text) == 0.0
     look = {"weight": "bold", "color": "black"} if alpha else {"weight": "normal", "color": "0.4"}
-    size = 10 if abs(share) < 0.995 else 8.5
+    size = 9 if abs(share) < 0.995 else 8
     ax.text(x, y, text[is_zero:], ha="center", va="center", fontsize=size, **look)
 
 
