@@ -293,7 +293,7 @@ def test_evidence_page_matches_evidence_csv():
     assert page.filled(text, page.tables(DATA)) == text
     by_hand = page.filled(text, dict.fromkeys(page.tables(DATA), ""))
     # The next test has the tables of this section.
-    before, _, section = by_hand.partition("## Recommended line\n")
+    before, _, section = by_hand.partition("## Recommended default\n")
     by_hand = before + section.partition("\n## ")[2]
     assert by_hand.count("\n| ") == 0
 
@@ -303,7 +303,7 @@ def test_recommended_tables_equal_judged_rows():
     data = (DOCS / "../benchmarks/measured/recommended.csv").read_text("utf-8")
     made = judging.report(list(csv.DictReader(data.splitlines())))
     text = (DOCS / "evidence.md").read_text("utf-8")
-    shown = text.partition("## Recommended line\n")[2].partition("\n## ")[0]
+    shown = text.partition("## Recommended default\n")[2].partition("\n## ")[0]
     lines = [line for line in shown.splitlines() if line.startswith(("| no clip", "| `"))]
     assert len(lines) == 5 + 4
     assert [line for line in lines if line not in made] == []
