@@ -196,12 +196,14 @@ def per_microbatch(device: str, rows: int, name: str) -> dict[str, float]:
 
     Bytes read and written, and the temporary ones of all, are in those of the gradients.
     """
-    from benchmarks.accelerators.devices import devices
-    from benchmarks.accelerators.steps import timed
+    from benchmarks.accelerators.devices import get_devices
+    from benchmarks.accelerators.steps import compile_program
 
-    args = shapes(rows, jax.sharding.SingleDeviceSharding(devices(device, 1)[0]))
+    args = shapes(rows, jax.sharding.SingleDeviceSharding(get_devices(device, 1)[0]))
     size = 4 * sum(leaf.size for leaf in jax.tree.leaves(args[0]))
-    run = timed(ways(rows)[name], args, size, donated=(), turns=NUMBER)
+    run = compile_program(
+        ways(rows)[name], args, size, donate_argnums=(), default_trip_count=NUMBER
+    )
     return {
         "read": run.counts.read / size / NUMBER,
         "written": run.counts.written / size / NUMBER,

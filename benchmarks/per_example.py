@@ -237,17 +237,24 @@ def _wait(compiled: Any, arrays: Any) -> None:
     jax.block_until_ready(compiled(*arrays))
 
 
-def compiled_for(device: str, model: Model, run: Way, turns: int = 1) -> Any:
+def compiled_for(device: str, model: Model, run: Way, default_trip_count: int = 1) -> Any:
     """A way as compiled for a device that is only described."""
-    from benchmarks.accelerators.devices import devices
-    from benchmarks.accelerators.steps import timed
+    from benchmarks.accelerators.devices import get_devices
+    from benchmarks.accelerators.steps import compile_program
 
-    sharding = jax.sharding.SingleDeviceSharding(devices(device, 1)[0])
+    sharding = jax.sharding.SingleDeviceSharding(get_devices(device, 1)[0])
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         (model.params, *model.batch),
     )
-    return timed(run, shapes, 1, donated=(), turns=turns, cheapest_branches=True)
+    return compile_program(
+        run,
+        shapes,
+        1,
+        donate_argnums=(),
+        default_trip_count=default_trip_count,
+        cheapest_branches=True,
+    )
 
 
 def counted(name: str, model: Model, device: str) -> Iterator[str]:
