@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.every_method import every_method, in_steps
+from benchmarks.every_method import build_method_steps, build_methods
 from benchmarks.times import __main__ as bench
 from benchmarks.times import methods
 from benchmarks.times.effort import Effort
@@ -91,7 +91,7 @@ def some_methods(monkeypatch, names):
     """In place of all methods, which a test of the night times."""
 
     def some(*args):
-        return {name: both for name, both in in_steps(*args).items() if name in names}
+        return {name: both for name, both in build_method_steps(*args).items() if name in names}
 
     monkeypatch.setattr(methods, "in_steps", some)
 
@@ -133,7 +133,7 @@ def test_methods_benchmark_times_methods_once(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_methods_benchmark_times_all_methods(tmp_path, monkeypatch, capsys):
     rows, _ = timed_methods(tmp_path / "rows.csv", monkeypatch, dtypes=("float32", "bfloat16"))
-    names = {*every_method(), "clip_by_spectral_norm"}
+    names = {*build_methods(), "clip_by_spectral_norm"}
     assert {row["method"] for row in rows} == names
     assert len(rows) == 6 * len(names)
     assert "Missing" not in capsys.readouterr().out

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks.every_method import Step, in_steps
-from benchmarks.table_file import Row, TableFile, device_name, time_left, versions
+from benchmarks.every_method import Step, build_method_steps
+from benchmarks.table_file import Row, TableFile, describe_versions, get_device_name, start_timer
 from benchmarks.times.effort import Effort, Tell
 from benchmarks.times.report import number
 from benchmarks.times.seeds import loss, networks, trained
@@ -74,11 +74,11 @@ def _scanned(effort: Effort, dtype: str) -> tuple[PyTree, Callable[[Step], Progr
 
 def measure_methods(effort: Effort, path: Path, minutes: float, tell: Tell) -> str:
     """Adds the rows that the file lacks, as long as there is time; gives its table as Markdown."""
-    table, has_time, lacking = TableFile(path, KEYS, COLUMNS), time_left(minutes), 0
+    table, has_time, lacking = TableFile(path, KEYS, COLUMNS), start_timer(minutes), 0
     lines = {"no clip, ms": []}
     for case in cases(effort):
         params, program = case.prepare()
-        methods = in_steps(ADAMW, params)
+        methods = build_method_steps(ADAMW, params)
         keys = {name: table.key(**_keys(case, name)) for name in methods}
         todo = {name: both for name, both in methods.items() if keys[name] not in table.rows}
         for row in _rows(case, todo, program, effort.rounds, has_time, tell):
@@ -90,7 +90,7 @@ def measure_methods(effort: Effort, path: Path, minutes: float, tell: Tell) -> s
         for name, row in found.items():
             lines.setdefault(name, []).append(_cell(row))
     heads = [f"adds, ms (Optax's): {case.tree}, {case.dtype}" for case in cases(effort)]
-    text = [f"| {device_name()} | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    text = [f"| {get_device_name()} | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     text += [f"| {name} | {' | '.join(cells)} |" for name, cells in lines.items()]
     if lacking:
         text.append(f"\nMissing, and had by the same command again: {lacking} figures")
@@ -124,7 +124,7 @@ def _rows(
 
 
 def _keys(case: Case, name: str) -> dict[str, str]:
-    return dict(zip(KEYS, (device_name(), case.tree, case.dtype, name), strict=True))
+    return dict(zip(KEYS, (get_device_name(), case.tree, case.dtype, name), strict=True))
 
 
 def _figures(times: Times, theirs: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _figures(times: Times, theirs: str) -> dict[str, Any]:
         **dict(zip(("adds, ms", "low", "high"), added, strict=True)),
         "Optax's adds, ms": spread(times[THEIRS] - plain).median * 1e3 if theirs else "",
         "of Optax's step": spread(ours / times[THEIRS]).median if theirs else "",
-        "versions": versions(),
+        "versions": describe_versions(),
     }
     return {name: x if isinstance(x, str) else f"{x:.4g}" for name, x in figures.items()}
 

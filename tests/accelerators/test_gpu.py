@@ -165,8 +165,11 @@ def test_ghost_norms_move_few_bytes(model):
 
     model_spec = per_example.LARGE[model](jax.numpy.bfloat16)
     plain, ghost = (
-        per_example.compiled_for(H100, model_spec, run)
-        for run in (per_example.plain(model_spec), per_example.ours(model_spec, "ghost", None))
+        per_example.compile_for(H100, model_spec, run)
+        for run in (
+            per_example.compute_plain_grad(model_spec),
+            per_example.clip_with_optaxclip(model_spec, "ghost", None),
+        )
     )
     moved = [run.counts.read + run.counts.written for run in (plain, ghost)]
     assert moved[1] <= aims.MOVED_FOR_EXAMPLES[model] * moved[0]
@@ -175,10 +178,10 @@ def test_ghost_norms_move_few_bytes(model):
 
 
 def test_accumulate_rejection_copies_gradients_only_once():
-    from benchmarks.accumulating import per_microbatch
+    from benchmarks.accumulating import count_work
 
     scan, plain, rejecting = (
-        per_microbatch(H100, 64, name)
+        count_work(H100, 64, name)
         for name in ("a scan by hand", "accumulate, compute_norms=False", "accumulate")
     )
     for x in ("read", "written", "temporary"):
@@ -192,11 +195,11 @@ def test_accumulate_rejection_copies_gradients_only_once():
 
 def test_accumulate_without_measuring_reduces_gradients_after_loop():
     from benchmarks.accelerators.steps import Placement
-    from benchmarks.accumulating import NUMBER, loss_fn, shapes
+    from benchmarks.accumulating import NUMBER, build_shapes, loss_fn
     from optaxclip import accumulate
 
     placement = Placement(H100, "auto").replicated
-    params, x = shapes(64, placement)
+    params, x = build_shapes(64, placement)
     x = x.update(sharding=placement.update(spec=jax.P(placement.mesh.axis_names[0])))
 
     def reduces_after_loop(**options):

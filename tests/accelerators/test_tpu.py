@@ -69,8 +69,11 @@ def test_ghost_norms_keep_convolutions_in_fast_memory():
 
     model_spec = per_example.LARGE["convolutions"](jax.numpy.bfloat16)
     plain, ghost = (
-        per_example.compiled_for(V5E, model_spec, run)
-        for run in (per_example.plain(model_spec), per_example.ours(model_spec, "ghost", None))
+        per_example.compile_for(V5E, model_spec, run)
+        for run in (
+            per_example.compute_plain_grad(model_spec),
+            per_example.clip_with_optaxclip(model_spec, "ghost", None),
+        )
     )
     moved = [run.counts.read + run.counts.written for run in (plain, ghost)]
     # The float32 sum adds 0.27.

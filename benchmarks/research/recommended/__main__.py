@@ -16,7 +16,7 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false --xla_backend_opti
 
 from benchmarks.research.recommended import judging, runs
 from benchmarks.research.recommended.tasks import TASKS
-from benchmarks.table_file import TableFile, time_left
+from benchmarks.table_file import TableFile, start_timer
 
 OUT = Path(__file__).parents[2] / "measured" / "recommended.csv"
 KEYS, COLUMNS = ("optimizer", "task", "fault", "method"), ("rate", "norm", "percent")
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--optimizers", nargs="+", default=list(runs.OPTIMIZERS))
     parser.add_argument("--first", type=int, default=0, help="the first seed; judged seeds: 0")
     options = parser.parse_args(arguments)
-    table, has_time = TableFile(options.out, KEYS, COLUMNS), time_left(options.minutes)
+    table, has_time = TableFile(options.out, KEYS, COLUMNS), start_timer(options.minutes)
     pairs = [(x, y) for y in options.tasks for x in options.optimizers]
     pairs.sort(key=lambda pair: pair[0] == "sgd")
     for optimizer, name in pairs:

@@ -23,14 +23,14 @@ import numpy as np
 from benchmarks.research.scale.decoder import SIZES, Size
 from benchmarks.research.scale.runs import CASES, COLUMNS, KEYS, METHODS, NONE, SEEDS, Study
 from benchmarks.research.scale.text import read
-from benchmarks.table_file import TableFile, time_left
+from benchmarks.table_file import TableFile, start_timer
 
 OPTIMIZERS = ("adamw", "muon")
 
 
 def run(study: Study, minutes: float) -> None:
     """Runs what the file lacks, as long as there is time."""
-    has_time = time_left(minutes)
+    has_time = start_timer(minutes)
     for optimizer in OPTIMIZERS:
         for each in study.runs(optimizer):
             if study.is_done(each):

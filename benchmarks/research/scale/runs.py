@@ -18,7 +18,7 @@ from benchmarks.research.study import cell, plan
 from benchmarks.research.study.cell import Begin
 from benchmarks.research.study.methods import Make, Method, Setting, chain, watched
 from benchmarks.research.study.task import Task
-from benchmarks.table_file import Row, TableFile, device_name, versions
+from benchmarks.table_file import Row, TableFile, describe_versions, get_device_name
 
 KEYS = ("size", "optimizer", "case", "method", "tried", "seed")
 COLUMNS = (
@@ -174,8 +174,8 @@ class Study:
             clipped="" if run.method == NONE else f"{outcome.changed / self._size.steps:.3f}",
             norm=f"{np.nanmedian(outcome.norms):.4g}",
             seconds=f"{seconds:.2f}",
-            device=device_name(),
-            versions=versions(),
+            device=get_device_name(),
+            versions=describe_versions(),
             losses=" ".join(f"{x:.4f}" for x in outcome.held_out),
         )
 
