@@ -32,7 +32,7 @@ import optax
 
 from benchmarks.example_models import LARGE, MODELS, Model
 from benchmarks.table_file import TableFile, describe_versions, get_device_name, start_timer
-from benchmarks.times.timing import race, ratio, usual_clock
+from benchmarks.times.timing import choose_clock, compute_ratio, measure_times
 from optaxclip import per_example
 
 THRESHOLD = 1.0
@@ -164,10 +164,10 @@ def measure(
     fastest = {}
     for variant, kinds in variants.items():
         run = {kind: calls[variant, kind] for kind in kinds if (variant, kind) in calls}
-        times = race(run, 3, clock) if len(run) > 1 else dict.fromkeys(run, 0.0)
+        times = measure_times(run, 3, clock) if len(run) > 1 else dict.fromkeys(run, 0.0)
         if run:
             fastest[variant] = min(run, key=lambda kind: np.median(times[kind]))
-    times = race({key[0]: calls[key] for key in fastest.items()}, rounds, clock)
+    times = measure_times({key[0]: calls[key] for key in fastest.items()}, rounds, clock)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     plain_memory = memory[PLAIN, ""]
     description = f"{num_params:,} parameters, {model.examples} examples; plain gradient "
@@ -175,7 +175,7 @@ def measure(
     rows = []
     for variant, kinds in variants.items():
         kind = fastest.get(variant, next(iter(kinds)))
-        found = ratio(times[variant], times[PLAIN]) if variant in fastest else None
+        found = compute_ratio(times[variant], times[PLAIN]) if variant in fastest else None
         relative_time = found and found.median
         relative_memory = memory[variant, kind] / plain_memory
         rows.append(Row(variant, kind, relative_time, relative_memory, seconds[variant, kind]))
@@ -308,7 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
                 for row in count_rows(name, model, device):
                     print(row, flush=True)
         return
-    clock = time.perf_counter if options.wall else usual_clock()
+    clock = time.perf_counter if options.wall else choose_clock()
     table = TableFile(options.out, KEYS, COLUMNS) if options.out else None
     has_time, missing, is_first = start_timer(options.minutes), [], True
     for name, model in chosen.items():

@@ -24,10 +24,10 @@ import optax
 from jax import lax
 
 import optaxclip
-from benchmarks.times.report import load_average
-from benchmarks.times.steps import step_program
-from benchmarks.times.timing import Times, race, ratio, spread
-from benchmarks.times.trees import filled
+from benchmarks.times.report import get_load_average
+from benchmarks.times.steps import compile_steps
+from benchmarks.times.timing import Times, compute_ratio, measure_times, summarize
+from benchmarks.times.trees import fill_tree
 from optaxclip import monitor, thresholds
 from optaxclip._base.types import PyTree
 
@@ -111,17 +111,17 @@ def measure(
     report: Callable[..., Any],
 ) -> Times:
     """Measures the seconds of the steps on a tree in every round."""
-    grads, programs = filled(TREES[tree], jnp.float32), {}
+    grads, programs = fill_tree(TREES[tree], jnp.float32), {}
     for row in rows:
         report(f"{tree}: {row.name}")
-        programs[row.name] = step_program(row.tx, grads)
-    return race(programs, rounds, clock)
+        programs[row.name] = compile_steps(row.tx, grads)
+    return measure_times(programs, rounds, clock)
 
 
 def format_table(rows: list[Row], times_by_tree: Mapping[str, Times]) -> str:
     """Formats the table in Markdown."""
     lines = [["", *times_by_tree, "target", "worst"], ["---"] * (len(times_by_tree) + 3)]
-    plain = [f"{1e3 * spread(times[PLAIN]).median:.2f}" for times in times_by_tree.values()]
+    plain = [f"{1e3 * summarize(times[PLAIN]).median:.2f}" for times in times_by_tree.values()]
     lines.append([f"{PLAIN}, ms", *plain, "", ""])
     for row in rows[1:]:
         ratios = [_compare(times, row.name, PLAIN) for times in times_by_tree.values()]
@@ -137,7 +137,7 @@ def format_table(rows: list[Row], times_by_tree: Mapping[str, Times]) -> str:
 
 
 def _compare(times: Times, row: str, base: str) -> float:
-    spread = ratio(times[row], times[base])
+    spread = compute_ratio(times[row], times[base])
     return np.nan if spread is None else spread.median
 
 
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         or any(text in row.name for text in options.rows or [""])
     ]
     device = jax.devices()[0].device_kind
-    print(f"JAX {jax.__version__}, {device}, {os.cpu_count()} cores, load {load_average()}\n")
+    print(f"JAX {jax.__version__}, {device}, {os.cpu_count()} cores, load {get_load_average()}\n")
     times_by_tree = {
         tree: measure(tree, rows, options.rounds, clock, lambda text: print(text, file=sys.stderr))
         for tree in options.trees or TREES

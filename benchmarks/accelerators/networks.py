@@ -11,7 +11,7 @@ from benchmarks.accelerators.devices import get_devices
 from benchmarks.accelerators.methods import THEIRS, Step
 from benchmarks.accelerators.steps import Compiled, compile_program
 from benchmarks.times.effort import FULL
-from benchmarks.times.seeds import loss, trained
+from benchmarks.times.seeds import build_training, compute_loss
 from optaxclip import per_example
 
 SMALL, SEEDS, STEPS = FULL.network, FULL.seeds, FULL.scanned
@@ -26,7 +26,11 @@ def compile_seeds(tx: Step, device: str) -> Compiled:
     state = jax.tree.map(lambda x: _describe_array(device, x.shape, x.dtype), state)
     batches = _describe_batches(device, (STEPS, SEEDS), SMALL, jnp.float32)
     return compile_program(
-        trained(tx, loss), ((params, state), batches), 1, donate_argnums=(0,), in_loop=True
+        build_training(tx, compute_loss),
+        ((params, state), batches),
+        1,
+        donate_argnums=(0,),
+        in_loop=True,
     )
 
 
@@ -43,7 +47,7 @@ def compile_examples(variant: str, device: str, dtype: Any, size: int) -> Compil
 
 
 def _clip_with_ours(size: int) -> Any:
-    clipped = per_example.clipped_grad(loss, THRESHOLD, microbatch_size=size)
+    clipped = per_example.clipped_grad(compute_loss, THRESHOLD, microbatch_size=size)
     return lambda *args: clipped(*args).grads
 
 
@@ -51,7 +55,7 @@ def _clip_with_jax_privacy(size: int) -> Any:
     from jax_privacy import clipping
 
     return clipping.clipped_grad(
-        loss,
+        compute_loss,
         l2_clip_norm=THRESHOLD,
         batch_argnums=(1, 2),
         keep_batch_dim=False,

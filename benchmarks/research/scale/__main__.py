@@ -88,8 +88,12 @@ def _cell(rows: list[Any], base: list[float] | None) -> str:
     ends = np.array([float(row["end"]) for row in rows])
     if base is not None:
         ends = ends - base
-    spread = f" ± {ends.std(ddof=1):.3f}" if len(rows) > 1 else ""
-    parts = [f"{ends.mean():.3f}{spread}" if base is None else f"{ends.mean():+.3f}{spread}"]
+    summarize_times = f" ± {ends.std(ddof=1):.3f}" if len(rows) > 1 else ""
+    parts = [
+        f"{ends.mean():.3f}{summarize_times}"
+        if base is None
+        else f"{ends.mean():+.3f}{summarize_times}"
+    ]
     if rows[0]["clipped"]:
         share = np.mean([float(row["clipped"]) for row in rows])
         parts.append(f"clips {100 * share:.0f} %")
