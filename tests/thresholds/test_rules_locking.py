@@ -280,7 +280,7 @@ def test_default_rules_recover_from_fivefold_increase(name):
 def test_published_settings_recover_like_original_implementations(name):
     """But for the random sequence: by 30 steps or 5 %, also of where they stopped looking."""
     subject = SUBJECTS[name]
-    steps = recovery.steps_to_recover(subject.published(), skips=subject.skips)
+    steps = recovery.steps_to_recover(subject.build_published(), skips=subject.skips)
     for ours, theirs in zip(steps, subject.original, strict=True):
         if theirs == recovery.NEVER:
             assert ours > 0.95 * recovery.AFTER
@@ -323,7 +323,7 @@ def test_rules_recover_after_zero_norms(name):
 @pytest.mark.parametrize("name", ["ZClip", "AdaGC .98 1.05"])
 def test_published_settings_lock_after_zero_norms_in_warmup(name):
     norms = np.float32([0] * 40 + [1] * 1000)
-    assert np.all(multiplied(SUBJECTS[name].published(), norms)[200:] == 0)
+    assert np.all(multiplied(SUBJECTS[name].build_published(), norms)[200:] == 0)
 
 
 @pytest.mark.by_day(1)

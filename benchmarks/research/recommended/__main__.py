@@ -3,7 +3,7 @@
   nice -n 10 python -m benchmarks.research.recommended --minutes 35
   python -m benchmarks.research.recommended --minutes 0    # only prints
 
-A task with an optimizer is one compiled program. Those that are in the file do not run again.
+A task with an optimizer is one compiled program. Results in the file are not computed again.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# XLA reads its flags at its first program. One core, and half the time to compile.
+# Use one core, and halve the compile time. XLA reads its flags before the first program.
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=1"
 
 from benchmarks.research.recommended import judging, runs
@@ -23,13 +23,13 @@ KEYS, COLUMNS = ("optimizer", "task", "fault", "method"), ("rate", "norm", "perc
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs what the file does not have, then prints what it has."""
+    """Adds missing results to the file, and prints the tables."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--minutes", type=float, default=35, help="no program starts later")
-    parser.add_argument("--out", type=Path, default=OUT, help="the results")
+    parser.add_argument("--out", type=Path, default=OUT, help="file of results")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--optimizers", nargs="+", default=list(runs.OPTIMIZERS))
-    parser.add_argument("--first", type=int, default=0, help="the first seed; judged seeds: 0")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (0 for the protocol)")
     options = parser.parse_args(arguments)
     table, has_time = TableFile(options.out, KEYS, COLUMNS), start_timer(options.minutes)
     pairs = [(x, y) for y in options.tasks for x in options.optimizers]

@@ -1,4 +1,4 @@
-"""Compiles a task and an optimizer into one program, whose inputs are methods, faults and rates."""
+"""Compiles a program per task and optimizer, with methods, faults and learning rates as inputs."""
 
 import time
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ KINDS: tuple[str, ...] = (
 LONG = {"3,000 steps": "none", "3,000 steps, spikes": "spikes"}
 LONG_TASKS = ("bandit", "hypernetwork", "deep linear")
 REFERENCE = {"zero head": "zero head"} | dict.fromkeys(LONG, "3,000 steps")
-"""The clean runs that faults are compared with; the others with "none"."""
+"""The clean runs for comparison with faults. The default is "none"."""
 STEPS, LONG_STEPS, SEEDS, FINDING, CHUNK = 300, 3000, 8, 1000, 10
 """`FINDING` is added to the seeds that choose learning rates. A call runs `CHUNK` cases."""
 SPIKE_EVERY, SPIKE, STRETCH, STRETCH_FACTOR, INCREASE = 75, 100.0, 40, 10.0, 2.0
@@ -116,14 +116,14 @@ def compile_runs(task: Task, optimizer: str) -> Any:
         return Outcome(task.held_out(params), task.held_out(end), jnp.exp(total / steps))
 
     # Batches depend on seeds only, so all cases of a seed share them.
-    of_cases = jax.vmap(run, (None, 0, 0, 0, None))
-    of_seeds = jax.vmap(of_cases, (0, None, None, None, None))
+    run_cases = jax.vmap(run, (None, 0, 0, 0, None))
+    run_seeds = jax.vmap(run_cases, (0, None, None, None, None))
     whole, real = (jax.ShapeDtypeStruct((CHUNK,), x) for x in (jnp.int32, jnp.float32))
     seeds, steps = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((SEEDS,), ()))
-    return jax.jit(of_seeds).lower(seeds, whole, whole, real, steps).compile()
+    return jax.jit(run_seeds).lower(seeds, whole, whole, real, steps).compile()
 
 
-def gains(outcome: Outcome) -> np.ndarray:
+def compute_gains(outcome: Outcome) -> np.ndarray:
     """Returns how much the losses fall; 0 for runs that end non-finite or above their start."""
     start, end = np.asarray(outcome.start, float), np.asarray(outcome.end, float)
     return np.where(end < start, start - end, 0.0)
@@ -138,7 +138,7 @@ def study(name: str, task: Task, optimizer: str, first: int) -> list[dict[str, A
     zeros = np.zeros(CHUNK, np.int32)
     grid = GRID[optimizer].astype(np.float32)
     outcome = program(seeds + FINDING, zeros, zeros, grid, np.int32(STEPS))
-    rate = grid[gains(outcome).mean(0).argmax()]
+    rate = grid[compute_gains(outcome).mean(0).argmax()]
 
     def learn(kinds: tuple[str, ...], steps: int) -> tuple[np.ndarray, np.ndarray]:
         cases = [(i, KINDS.index(kind)) for kind in kinds for i in range(len(METHODS))]
@@ -146,7 +146,7 @@ def study(name: str, task: Task, optimizer: str, first: int) -> list[dict[str, A
         for i in range(0, len(cases), CHUNK):
             method, kind = np.array(cases[i : i + CHUNK], np.int32).T
             outcome = program(seeds, method, kind, np.full(CHUNK, rate), np.int32(steps))
-            found.append(gains(outcome))
+            found.append(compute_gains(outcome))
             norms.append(np.asarray(outcome.norm))
         shape = (SEEDS, len(kinds), len(METHODS))
         return np.concatenate(found, 1).reshape(shape), np.concatenate(norms, 1).reshape(shape)

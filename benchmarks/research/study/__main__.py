@@ -1,13 +1,13 @@
-"""Which method helps? Measured: `python -m benchmarks.study`.
+"""Compares all methods on small tasks with faults.
 
-Small tasks on data that Python and its packages bring, six kinds of faults, every adaptive rule,
-and the constant that is best in hindsight. Each task, optimizer and method is a cell: one compiled
-program of its runs. Before the cells the edge of the learning rate is found for each task and
-optimizer without a clip. Results are JSON lines, one a run; what is in the file is not run again.
-`python -m benchmarks.research.study.page` makes the page of them.
+The tasks use data of Python and its packages, with six kinds of faults, all adaptive rules, and the
+constant that is best in hindsight. A cell is a compiled program for a task, an optimizer and a
+method. First, the edge of the learning rate is determined without clipping for all tasks and
+optimizers. Results are JSON lines, one per run, and runs in the file are not repeated. Use
+`python -m benchmarks.research.study.page` to generate the page.
 
-  python -m benchmarks.study           # an hour and a quarter on two cores
-  python -m benchmarks.study --quick   # a minute, and no more than a sign that it runs
+  python -m benchmarks.study           # 75 minutes on two cores
+  python -m benchmarks.study --quick   # a minute, only to check that it runs
 """
 
 import argparse
@@ -32,7 +32,7 @@ ALL = list(METHODS | PRIVATE)
 
 
 def pairs(quick: bool, tasks: list[str] | None) -> list[Pair]:
-    """Tasks with their optimizers."""
+    """Returns the selected tasks with their optimizers."""
     if quick:
         return list(plan.QUICK_PAIRS)
     names = tasks or list(TASKS)
@@ -40,7 +40,7 @@ def pairs(quick: bool, tasks: list[str] | None) -> list[Pair]:
 
 
 def cells(of: list[Pair], quick: bool, methods: list[str] | None) -> Iterator[Cell]:
-    """Those of the pairs, each method of all pairs before the next one."""
+    """Yields the cells of the pairs by method."""
     wanted = methods or (plan.QUICK_METHODS if quick else [*METHODS, *PRIVATE])
     tables = {pair: methods_for(TASKS[pair[0]]().noise is not None, pair[1]) for pair in of}
     names = dict.fromkeys(name for table in tables.values() for name in table)
@@ -51,7 +51,7 @@ def cells(of: list[Pair], quick: bool, methods: list[str] | None) -> Iterator[Ce
 
 
 def batches(quick: bool, tasks: list[str] | None) -> Iterator[OfBatches]:
-    """Those of AGC's claim, which belongs to the task "conv"."""
+    """Yields the cells for the claim of AGC, which belongs to the task "conv"."""
     if not quick and (tasks is None or "conv" in tasks):
         for batch in plan.BATCHES:
             for clip in plan.ON_BATCHES:
@@ -65,7 +65,7 @@ def study(
     effort: Effort,
     executor: Executor,
 ) -> None:
-    """Runs what the file of results does not have."""
+    """Adds missing results to the file."""
     with Progress() as progress:
 
         def over(title: str, jobs: dict[Future[Any], Any]) -> Iterator[tuple[Any, Any]]:
@@ -90,15 +90,15 @@ def study(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the study, or goes on with it."""
+    """Runs or continues the study."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two tasks, a few methods and steps")
-    parser.add_argument("--out", type=Path, default=Path("study.jsonl"), help="the results")
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), help="some of the tasks")
-    parser.add_argument("--methods", nargs="+", choices=ALL, metavar="NAME", help="some of them")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--out", type=Path, default=Path("study.jsonl"), help="file of results")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), help="only these tasks")
+    parser.add_argument("--methods", nargs="+", choices=ALL, metavar="NAME", help="only these")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="number of processes")
     options = parser.parse_args(arguments)
-    os.environ.update(running.ENVIRONMENT)  # which the processes see when they import JAX
+    os.environ.update(running.ENVIRONMENT)  # Affects the processes when they import JAX.
     effort = plan.QUICK if options.quick else Effort()
     of = pairs(options.quick, options.tasks)
     results = Results(options.out, effort)
@@ -111,9 +111,9 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             study(of, todo, results, effort, executor)
         except BaseException:
-            executor.shutdown(wait=False, cancel_futures=True)  # or all that waits would run first
+            executor.shutdown(wait=False, cancel_futures=True)  # Otherwise pending cells run.
             raise
-    print(f"{len(results.done)} cells are in {options.out}")
+    print(f"{options.out} contains {len(results.done)} cells")
 
 
 if __name__ == "__main__":

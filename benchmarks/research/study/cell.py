@@ -1,8 +1,7 @@
-"""A cell of the study: one task, one optimizer, one method, as one compiled program.
+"""Compiles a cell of the study: a task, an optimizer and a method.
 
-Rates, faults, seeds and thresholds are inputs. Its runs take turns, because on a CPU large products
-of matrices that differ by run are faster one by one than with `vmap`; the smallest networks are
-faster at once.
+Learning rates, faults, seeds and thresholds are inputs. Runs are computed sequentially, which is
+faster on CPUs than `vmap` for all but the smallest networks.
 """
 
 from collections.abc import Callable
@@ -22,14 +21,14 @@ from optaxclip import accumulate, monitor, ops
 
 
 class Begin(NamedTuple):
-    """What all methods of a task begin with, in a run of one seed and one fault.
+    """The start of a run, which does not depend on the method.
 
     Attributes:
-      params: the network's.
-      held_out: float32[], their loss.
-      keys: of the steps' batches, [steps].
-      noise: a key.
-      faults: the run's.
+      params: The initial parameters.
+      held_out: The initial held-out loss, float32[].
+      keys: The keys of the batches, [steps].
+      noise: The key of the noise.
+      faults: The faults of the run.
     """
 
     params: Any
@@ -40,12 +39,12 @@ class Begin(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The inputs of a program, an entry for each run.
+    """The inputs of a program with a leading axis of runs.
 
     Attributes:
-      begin: as `beginning` gives it.
-      rate: float32[runs].
-      threshold: float32[runs].
+      begin: The starts of the runs.
+      rate: The learning rates, float32[runs].
+      threshold: The thresholds, float32[runs].
     """
 
     begin: Begin
@@ -54,13 +53,13 @@ class Runs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of each run.
+    """The results of runs.
 
     Attributes:
-      held_out: float32[runs, evaluations]: before the first step, and after each `every` of them.
-      changed: int32[runs], the steps that the method changed; -1 if that is not known.
-      onset: int32[runs], the first bad step, or -1.
-      norms: float32[runs, steps], of the gradients before the method.
+      held_out: The losses before the first and after every `every` steps, [runs, evaluations].
+      changed: The number of steps that the method changed, int32[runs], or -1 if unknown.
+      onset: The first bad step, int32[runs], or -1.
+      norms: The norms of the gradients before the method, float32[runs, steps].
     """
 
     held_out: Array
@@ -72,11 +71,11 @@ class Outcome(NamedTuple):
 def program(
     task: Task, optimizer_name: str, method: Method, steps: int, every: int, at_once: bool = False
 ) -> Callable[[Runs], Outcome]:
-    """The compiled function of a cell; its runs take turns, or are computed at once."""
+    """Returns the jitted function of a cell, which computes runs sequentially or together."""
     grads_of = _gradient(task, method)
 
     def run(begin: Begin, rate: Array, threshold: Array) -> Outcome:
-        # The rate that is right for SGD depends on the scale of the loss.
+        # The best learning rate of SGD depends on the scale of the loss.
         of_scale = 1 / begin.faults.scale if optimizer_name == "sgd" else 1.0
         parts = optimizer(optimizer_name, rate * of_scale * begin.faults.rate, steps)
         setting = Setting(*parts, threshold, task.noise or 0.0, begin.noise, task.examples)
@@ -110,9 +109,9 @@ def program(
 
 
 def beginning(task: Task, steps: int) -> Callable[[Array, Array], Begin]:
-    """A compiled function of the seeds and the numbers of the faults, both int32[runs].
+    """Returns a jitted function of seeds and numbers of faults, both int32[runs].
 
-    It stands apart from the cells, as every method begins with the same.
+    It is not part of the cells, because all methods share it.
     """
 
     def begin(seed: Array, fault: Array) -> Begin:

@@ -1,8 +1,8 @@
-"""One claim of each of four papers, tried at the study's scale: rows that the others lack.
+"""Tests a claim of four papers at the scale of the study.
 
-AutoClip's, that the percentile 10 is the best; ZClip's, that it trains at rates that are too high
-for a constant; AGC's, that without normalization large batches need it; SPAM's, that it beats Adam,
-with a constant too, where there are spikes.
+AutoClip: the 10th percentile is best. ZClip: it trains with learning rates that are too high for a
+constant threshold. AGC: networks without normalization need it for large batches. SPAM: it is
+better than Adam, with or without a constant threshold, if there are spikes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ from benchmarks.research.study.summary import together
 
 
 def of_papers(study: Study, path: Path) -> Iterator[Row]:
-    """What is compared on AdamW's tasks alone, and AGC's runs, which are at `path`."""
+    """Yields the rows of comparisons on AdamW's tasks, and of AGC's runs at `path`."""
     for claim in CLAIMS:
         if claim.tasks == WITH_ADAMW:
             yield from _with_adamw(study, claim)
@@ -45,7 +45,7 @@ def _with_adamw(study: Study, claim: Claim) -> Iterator[Row]:
 
 
 def _of_batches(lines: Iterable[dict[str, Any]]) -> Iterator[Row]:
-    """Of each batch and method the best rate, its loss, and the largest rate that trains."""
+    """Yields the best rate, its loss, and the largest successful rate by batch size and method."""
     found: dict[tuple[int, str], dict[float, dict[int, np.ndarray]]] = {}
     for line in lines:
         if "clip" in line:

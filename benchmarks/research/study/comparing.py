@@ -1,4 +1,4 @@
-"""Each method beside a base, by one fault: how much it is worth, and whether that is chance."""
+"""Compares methods with a base method for a fault, and tests the differences for significance."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,18 +13,18 @@ from benchmarks.research.study.runs import NONE, RATES, Cell, Cells, Key, Pair
 HELPS, UNCLEAR, HARMS = "helps", "no difference shown", "harms"
 CHANCE = 0.05
 LEAST = 0.005
-"""A smaller share of the gain is no difference that matters, however sure it is."""
+"""Smaller fractions of the gain do not count as differences, even if they are significant."""
 
 
 class Case(NamedTuple):
-    """What every method is tried on.
+    """The conditions of a comparison.
 
     Attributes:
-      name: for anchors, and in the code.
-      title: for readers.
-      short: the same where there is little room.
-      fault: as in the results.
-      rate: the same; None for that which each method and pair has of its own, the best.
+      name: The name in the code and in anchors.
+      title: The title for readers.
+      short: A short title.
+      fault: The name of the fault in the results.
+      rate: The name of the learning rate in the results, or None for the best one of each method.
     """
 
     name: str
@@ -48,13 +48,13 @@ CASES = (
 
 
 class Comparison(NamedTuple):
-    """A method beside a base.
+    """A comparison of a method with a base method.
 
     Attributes:
-      share: the loss that it gains on the base, as a share of the pair's gain, over seeds.
-      chance: that so large a mean comes by chance, corrected for the methods compared.
-      pairs: how many it was compared on.
-      seeds: how many.
+      share: The mean improvement over the base as a fraction of the gain of the pair.
+      chance: The p-value, corrected for the number of compared methods.
+      pairs: The number of pairs.
+      seeds: The number of seeds.
     """
 
     share: Interval
@@ -64,7 +64,7 @@ class Comparison(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Whether it helps."""
+        """Returns whether the method helps, harms, or neither."""
         if self.chance >= CHANCE or abs(self.share.mean) < LEAST:
             return UNCLEAR
         return HELPS if self.share.mean > 0 else HARMS
@@ -74,14 +74,13 @@ class Study(NamedTuple):
     """All results.
 
     Attributes:
-      cells: by what was run.
-      pairs: sorted.
-      methods: in the order of `benchmarks.research.study.methods`, and others behind.
-      gains: of each pair, the loss that is learned away without a fault and without a method, at
-        the best rate; where that is nothing, the most that any method learns away. It is the unit
-        in which pairs are put together, as losses of different tasks have different ones. The
-        spread over seeds would be another, but one that makes much of a task because its seeds
-        agree.
+      cells: The cells by key.
+      pairs: The sorted pairs.
+      methods: The methods in the order of `benchmarks.research.study.methods`, then others.
+      gains: The decrease of the loss without fault and method at the best learning rate, by pair.
+        If the loss does not decrease, the largest decrease of all methods. Differences are divided
+        by it, so that pairs are comparable. The spread over seeds is not a suitable unit, because
+        it emphasizes tasks whose seeds agree.
     """
 
     cells: Cells
@@ -91,7 +90,7 @@ class Study(NamedTuple):
 
     @classmethod
     def of(cls, cells: Cells) -> "Study":
-        """The study with these cells."""
+        """Builds the study from cells."""
         pairs = tuple(sorted({key.pair for key in cells}))
         found = dict.fromkeys(key.method for key in cells)
         known = [method for method in (METHODS | PRIVATE) if method in found]
@@ -105,10 +104,11 @@ class Study(NamedTuple):
         return cls(cells, pairs, methods, gains)
 
     def cell(self, pair: Pair, method: str, case: Case) -> Cell | None:
-        """The cell, if it was run; without a rate that whose mean end is the lowest.
+        """Returns the cell, or None if it was not run.
 
-        Faults are run at one rate, which is then taken. Without a fault all three rates have to be
-        there: with two a method would have less choice.
+        If the case has no learning rate, selects the cell with the lowest mean final loss. Faults
+        run at one learning rate. Without a fault, all three learning rates are required, so that
+        all methods have the same choice.
         """
         rates = RATES if case.rate is None else (case.rate,)
         found = [self.cells.get(Key(pair, method, case.fault, rate)) for rate in rates]
@@ -118,7 +118,7 @@ class Study(NamedTuple):
         return min(known, key=lambda x: x.end.mean())
 
     def differences(self, pair: Pair, method: str, base: str, case: Case) -> Mapping[int, float]:
-        """By seed: how much less loss a run of the method ends with, as a share of the gain."""
+        """Returns the decrease of the final loss by seed, as a fraction of the gain."""
         ours, theirs = self.cell(pair, method, case), self.cell(pair, base, case)
         if ours is None or theirs is None or not self.gains[pair]:
             return {}
@@ -128,11 +128,10 @@ class Study(NamedTuple):
 
 
 def compare(study: Study, pairs: Sequence[Pair], base: str, case: Case) -> Mapping[str, Comparison]:
-    """All methods that were run on some of the pairs, each beside the base.
+    """Compares all methods that were run on some of the pairs with the base.
 
-    A seed's difference is the mean over those pairs that have both, so that each pair counts as
-    much as any other. Chances are those of all signs of the seeds' differences, and corrected for
-    the number of methods here.
+    The difference of a seed is the mean over the pairs, so that pairs have equal weights. P-values
+    are those of a sign-flip test over seeds, corrected for the number of methods.
     """
     found = {}
     for method in study.methods:

@@ -1,8 +1,8 @@
-"""Handwritten digits: a convolutional network without normalization, and a private network.
+"""Defines tasks on handwritten digits, with a convolutional network and a private network.
 
-The images are those that scikit-learn ships: 8 by 8 pixels, from the test set of E. Alpaydin and
-C. Kaynak, "Optical Recognition of Handwritten Digits", 1998, UCI Machine Learning Repository. A
-fifth, drawn once, is held out. A bad batch has labels drawn by chance.
+The images of scikit-learn have 8 by 8 pixels, from the test set of E. Alpaydin and C. Kaynak,
+"Optical Recognition of Handwritten Digits", 1998, UCI Machine Learning Repository. A fixed random
+fifth is held out. Bad batches have random labels.
 """
 
 import functools
@@ -22,24 +22,24 @@ DIGITS, SIDE, DEEPEST = 10, 8, 16.0
 HELD_OUT_SHARE = 0.2
 KERNEL = 3
 LAYERS = ((8, 1), (16, 2), (16, 1), (16, 1), (32, 2))
-"""Channels and stride of each convolution."""
+"""The channels and strides of the convolutions."""
 BATCH = 16
 HIDDEN = 32
-"""Units of the private network."""
+"""The hidden units of the private network."""
 PRIVATE_BATCH = 64
 NOISE = 0.8
-"""Of private training, over the threshold of an example's norm."""
+"""The standard deviation of the noise, divided by the threshold of per-example norms."""
 UNIT = "nats"
 
 
 @functools.cache
 def images() -> tuple[Examples, Examples]:
-    """To train on, and held out: float32[images, 8, 8, 1] from 0 to 1, and digits."""
+    """Returns training and held-out images, float32[images, 8, 8, 1] in [0, 1], with labels."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
     inputs = (pixels / DEEPEST).astype(np.float32).reshape(-1, SIDE, SIDE, 1)
-    # They are sorted by writer: with other writers' digits held out the loss soon stands still.
+    # Images are sorted by writer. With separate writers, the held-out loss would soon stagnate.
     order = np.random.default_rng(0).permutation(len(labels))
     whole = Examples(jnp.asarray(inputs[order]), jnp.asarray(labels[order], np.int32))
     cut = round(len(labels) * (1 - HELD_OUT_SHARE))
@@ -48,7 +48,7 @@ def images() -> tuple[Examples, Examples]:
 
 @functools.cache
 def conv(size: int = BATCH) -> Task:
-    """Five convolutions and a linear layer, with batches of `size`."""
+    """Returns the task with five convolutions, a linear layer, and batches of `size`."""
     return task(_initial_conv, _logits_of_conv, size, ("adamw", "sgd"))
 
 
@@ -67,9 +67,9 @@ def _initial_conv(key: Array) -> Params:
 
 
 def _of_variance(variance: float, key: Array, shape: tuple[int, ...]) -> Array:
-    """Normal, with that variance over how many inputs an output has.
+    """Draws normal numbers with this variance divided by the fan-in.
 
-    Those of `jax.nn.initializers` are cut off, which takes several times as long to compile.
+    The truncated initializers of JAX take several times as long to compile.
     """
     return (variance / math.prod(shape[:-1])) ** 0.5 * jax.random.normal(key, shape)
 
@@ -81,9 +81,9 @@ def _logits_of_conv(params: Params, x: Array) -> Array:
 
 
 def _convolved(x: Array, kernel: Array, stride: int) -> Array:
-    """As `jax.lax.conv_general_dilated`, padded by 1, but many times faster on a CPU's core.
+    """Convolves with padding 1 as a single matrix product.
 
-    It is one product of all patches and the kernel.
+    This is many times faster than `jax.lax.conv_general_dilated` on a CPU core.
     """
     side = x.shape[1]
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -94,7 +94,7 @@ def _convolved(x: Array, kernel: Array, stride: int) -> Array:
 
 @functools.cache
 def private() -> Task:
-    """One hidden layer, trained with noise, so that none of its examples can be told from it."""
+    """Returns the task with one hidden layer and differentially private training."""
     return task(_initial_private, _logits_of_private, PRIVATE_BATCH, ("adamw",), NOISE)
 
 
@@ -125,10 +125,7 @@ def task(
     noise: float | None = None,
     cost: Callable[[Array, Examples], Array] = _cross_entropy,
 ) -> Task:
-    """A network of the digits, from a function of its parameters and images to logits.
-
-    `cost` is that of each of the logits, given the examples.
-    """
+    """Builds a task from functions that draw parameters and compute logits and costs."""
     train, held_out = images()
 
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:

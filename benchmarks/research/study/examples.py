@@ -1,4 +1,4 @@
-"""Examples with labels, and batches of them whose labels are scrambled."""
+"""Defines labeled examples, and scrambles their labels."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ from jax import Array
 
 
 class Examples(NamedTuple):
-    """A batch, or all that is held out.
+    """A batch, or all held-out examples.
 
     Attributes:
-      inputs: what the network sees, `[examples, ...]`.
-      labels: what it is to tell, int32[examples] or, of text, int32[examples, characters].
+      inputs: The inputs of the network, `[examples, ...]`.
+      labels: The labels, int32[examples], or int32[examples, characters] for text.
     """
 
     inputs: Array
@@ -20,6 +20,6 @@ class Examples(NamedTuple):
 
 
 def scrambled(examples: Examples, key: Array, is_bad: Array, labels: int) -> Examples:
-    """The same inputs; if the batch is bad, with labels drawn by chance below `labels`."""
+    """Replaces the labels of bad batches by random labels below `labels`."""
     drawn = jax.random.randint(key, examples.labels.shape, 0, labels)
     return examples._replace(labels=jnp.where(is_bad, drawn, examples.labels))

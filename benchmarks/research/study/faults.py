@@ -1,7 +1,7 @@
-"""What goes wrong in a run: which steps are bad, and how, all of it from the run's seed.
+"""Draws the faults of a run from its seed.
 
-A fault is data: the weights of a step's examples in the loss, and whether the labels, tokens or
-rewards of the batch are scrambled. So all faults are one program, which takes the fault's number.
+Faults change the weights of examples in the loss, or scramble labels, tokens or rewards. They are
+inputs, so that all faults share one program.
 """
 
 import math
@@ -19,13 +19,13 @@ FAULTS = {
     "jump": "from the middle on every loss counts ten times as much",
     "stretch": "a tenth of the steps, from the middle on, have scrambled batches",
 }
-"""What each does, for readers."""
+"""Descriptions of the faults."""
 HARMLESS = {
     "times 100": "every loss counts 100 times; SGD's rate is a hundredth",
     "over 100": "every loss counts a hundredth; SGD's rate is 100 times as large",
     "late rate": "until three fifths of the run the rate is a tenth",
 }
-"""What is no fault, and no method should harm; only guards are tried on it."""
+"""Conditions without a fault, which safeguards should not hurt."""
 NUMBERS = {name: number for number, name in enumerate(FAULTS | HARMLESS)}
 SCALES = {"times 100": 100.0, "over 100": 0.01}
 LATE, EARLY_SHARE = 0.6, 0.1
@@ -33,20 +33,20 @@ LATE, EARLY_SHARE = 0.6, 0.1
 SPIKE, JUMP = 100.0, 10.0
 SPIKE_EVERY, NAN_EVERY = 200, 100
 SCRAMBLED, STRETCH = 0.1, 0.1
-"""Shares of the batches."""
+"""Fractions of the batches."""
 MICROBATCHES = 4
 
 
 class Faults(NamedTuple):
-    """The faults of one run, each `[steps]`.
+    """The faults of a run, with arrays `[steps]`.
 
     Attributes:
-      factor: what the weights of a step's examples are multiplied by.
-      is_scrambled: whether the batch is.
-      is_nan: whether one microbatch has the weight NaN.
-      rate: what the learning rate is multiplied by.
-      scale: float32[], what all losses of the run are multiplied by, which `factor` has.
-      onset: int32[], the first bad step; -1 if there is none, or if bad steps are all along.
+      factor: The factor of the weights of the examples.
+      is_scrambled: Whether the batch is scrambled.
+      is_nan: Whether a microbatch has the weight NaN.
+      rate: The factor of the learning rate.
+      scale: The factor of all losses of the run, float32[], which `factor` includes.
+      onset: The first bad step, int32[], or -1 if there is none or bad steps occur throughout.
     """
 
     factor: Array
@@ -58,7 +58,7 @@ class Faults(NamedTuple):
 
 
 def drawn(fault: Array, key: Array, steps: int) -> Faults:
-    """The faults of a run from the number of its fault, int32[]."""
+    """Draws the faults of a run from the number of its fault, int32[]."""
     spikes, scrambled, nans = jax.random.split(key, 3)
     step = jnp.arange(steps)
     middle = steps // 2
@@ -88,13 +88,13 @@ def drawn(fault: Array, key: Array, steps: int) -> Faults:
 
 
 def weights(factor: Array, is_nan: Array, examples: int) -> Array:
-    """float32[examples], those of one step. A microbatch has every fourth example."""
+    """Returns the weights of a step, float32[examples]. A microbatch has every fourth example."""
     is_of_first = jnp.arange(examples) % MICROBATCHES == 0
     return jnp.where(is_nan & is_of_first, jnp.nan, factor)
 
 
 def _one_in(every: int, key: Array, steps: int) -> Array:
-    """One step of about each `every`, from the middle half of them, so that a run can recover."""
+    """Selects a step in the middle half of every `every` steps, so that runs can recover."""
     blocks = max(1, steps // every)
     size = steps // blocks
     offsets = jax.random.randint(key, (blocks,), size // 4, max(size * 3 // 4, size // 4 + 1))

@@ -1,7 +1,7 @@
-"""The study's figures, `docs/evidence.csv`, and the tables that the site makes of them.
+"""Reads and writes `docs/evidence.csv`, and formats the tables of the site.
 
-A row is what came of one method by one fault, on one task with its optimizer or on all of them
-together (`TOGETHER`). Cells are texts, as readers see them, and empty where nothing is known.
+A row contains the results of a method with a fault, for a task and optimizer or for all of them
+(`TOGETHER`). Cells are formatted for readers, and empty if unknown.
 """
 
 import csv
@@ -55,23 +55,23 @@ LABELS = {
     "constant, ZClip": "`clipped_grad`, `zclip`",
     "constant, AutoClip": "`clipped_grad`, `autoclip`",
 }
-"""The names of the data's methods on pages: the functions' names."""
+"""The names of methods on pages, which are function names."""
 MOST_NAMES = 3
-"""Methods that the table of the page on evidence names for each fault."""
+"""The number of methods per fault in the table of the page on evidence."""
 
 GAIN, OVER_BEST = "gain, %", "over the best constant, %"
 OF_BATCHES = "no fault, batches of "
 
 
 class Claim(NamedTuple):
-    """What a paper says, and which rows it is seen in.
+    """A claim of a paper, and the rows that test it.
 
     Attributes:
-      question: The heading of the claim's section.
-      tasks: as in the column.
-      fault: the same.
-      methods: those to compare.
-      column: what they differ in.
+      question: The heading of the section.
+      tasks: The value of the column "tasks".
+      fault: The value of the column "fault".
+      methods: The compared methods.
+      column: The compared column.
     """
 
     question: str
@@ -104,20 +104,20 @@ CLAIMS = (
         "beside_best",
     ),
 )
-"""Those of AutoClip's, ZClip's and SPAM's authors; AGC's is about batches of different sizes."""
+"""The claims of AutoClip, ZClip and SPAM. The claim of AGC requires other batch sizes."""
 
 Row = Mapping[str, str]
 Figures = Sequence[Row]
 
 
 def read(path: Path) -> Figures:
-    """The rows of the file."""
+    """Reads the rows of a file."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def write(path: Path, figures: Iterable[Row]) -> None:
-    """The file, with all columns."""
+    """Writes the rows to a file with all columns."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
@@ -125,12 +125,12 @@ def write(path: Path, figures: Iterable[Row]) -> None:
 
 
 def names(figures: Figures, column: str) -> list[str]:
-    """What a column holds, in the order of the file."""
+    """Returns the unique values of a column in the order of the file."""
     return list(dict.fromkeys(row[column] for row in figures))
 
 
 def shown(page: str, figures: Figures) -> str:
-    """A page's Markdown, with a table under each heading that names a fault, a method or a task."""
+    """Adds tables to a page below the headings that name a fault, a method or a task."""
     tables: dict[str, Callable[[], str]] = {
         "overhead by method": lambda: of_costs(figures),
         "agc: large batches": lambda: _of_batches(figures),
@@ -151,7 +151,7 @@ def shown(page: str, figures: Figures) -> str:
 
 
 def in_short(figures: Figures) -> str:
-    """For each fault how many methods help and harm, and which ones most."""
+    """Formats the methods that help and harm most by fault."""
     lines = []
     for fault in _faults(figures):
         of_fault = [row for row in _together(figures) if row["fault"] == fault and row["gain"]]
@@ -163,7 +163,7 @@ def in_short(figures: Figures) -> str:
 
 
 def of_rates(figures: Figures) -> str:
-    """The rates, and the losses without a method and without a fault."""
+    """Formats the learning rates and the losses without method and fault."""
     rates = ("calm rate", "rate at the edge", "rate past the edge")
     lines = []
     for task in _tasks(figures):
@@ -179,7 +179,7 @@ def of_rates(figures: Figures) -> str:
 
 
 def of_costs(figures: Figures) -> str:
-    """The time of a run, beside one without a method."""
+    """Formats the times of runs relative to runs without a method."""
     lines = []
     for row in _together(figures):
         if row["time"]:
@@ -189,7 +189,7 @@ def of_costs(figures: Figures) -> str:
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Markdown, without columns of which nothing is known; nothing without lines."""
+    """Formats a Markdown table without empty columns, or an empty string without rows."""
     lines = list(lines)
     known = [i for i in range(len(head)) if any(line[i] != ABSENT for line in lines)]
     rows = [f"| {' | '.join(line[i] for i in known)} |" for line in (head, *lines)]
@@ -202,7 +202,7 @@ def label(name: str) -> str:
 
 
 def anchor(title: str) -> str:
-    """Of a heading, as hosts of repositories and the site make it."""
+    """Returns the anchor of a heading on the site and on repository hosts."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 

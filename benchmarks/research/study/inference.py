@@ -1,4 +1,4 @@
-"""What can be said of a dozen numbers: an interval for their mean, and whether it is 0."""
+"""Computes confidence intervals and p-values for the means of a few numbers."""
 
 import functools
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from scipy import stats
 LEVEL = 0.95
 RESAMPLES = 2000
 MOST_SIGNS = 20
-"""Numbers for which all signs are tried: some million."""
+"""The maximum number of differences for which all signs are enumerated."""
 
 
 class Interval(NamedTuple):
-    """A mean, and where the mean of many more seeds would be."""
+    """A mean with its confidence interval."""
 
     mean: float
     low: float
@@ -22,14 +22,13 @@ class Interval(NamedTuple):
 
 
 def interval(values: np.ndarray) -> Interval:
-    """The mean of `values` [n] with a bootstrap interval of `LEVEL`.
+    """Computes the mean of `values` [n] with a bootstrap interval of `LEVEL`.
 
-    Percentiles of resampled means are too narrow for few values, as they take the spread with n in
-    the place of n - 1 and know nothing of Student's t. So the percentiles are further out, by as
-    much as makes the interval Student's for normal values (Hesterberg, 2015, arXiv:1411.5279).
+    Percentile intervals are too narrow for few values. They are expanded so that they match
+    Student's t intervals for normal values (Hesterberg, 2015, arXiv:1411.5279).
 
     Raises:
-      ValueError: for fewer than two values.
+      ValueError: If there are fewer than two values.
     """
     count = len(values)
     if count < 2:
@@ -51,13 +50,12 @@ def interval(values: np.ndarray) -> Interval:
 
 
 def sign_flip(differences: np.ndarray) -> float:
-    """How likely a mean at least as far from 0 is, if each difference had either sign by chance.
+    """Computes the exact p-value of a sign-flip test that the mean is 0.
 
-    All signs of `differences` [n] are tried, so the result is exact; the least there is is
-    2 / 2**n.
+    All signs of `differences` [n] are enumerated. The smallest p-value is 2 / 2**n.
 
     Raises:
-      ValueError: for more than `MOST_SIGNS` differences.
+      ValueError: If there are more than `MOST_SIGNS` differences.
     """
     count = len(differences)
     if count > MOST_SIGNS:
@@ -69,16 +67,16 @@ def sign_flip(differences: np.ndarray) -> float:
 
 @functools.cache
 def _signs(count: int) -> np.ndarray:
-    """[2**count, count]"""
+    """Returns all signs, [2**count, count]."""
     bits = np.arange(2**count)[:, None] >> np.arange(count)
     return np.where(bits & 1, -1.0, 1.0)
 
 
 def holm(chances: Sequence[float]) -> list[float]:
-    """Chances corrected for how many they are, each at most 1.
+    """Corrects p-values for multiple comparisons.
 
-    Of all hypotheses that are true, one or more is rejected below 0.05 in at most one study of 20
-    (Holm, 1979, "A simple sequentially rejective multiple test procedure").
+    The probability of any false rejection at 0.05 is at most 0.05 (Holm, 1979, "A simple
+    sequentially rejective multiple test procedure").
     """
     order = np.argsort(chances, kind="stable")
     factors = len(chances) - np.arange(len(chances))

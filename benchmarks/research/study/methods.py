@@ -1,7 +1,7 @@
-"""The methods that the study compares, each at its defaults and, where it differs, its paper's.
+"""Defines the compared methods with their defaults and, if different, the settings of their papers.
 
-A method is what it makes of an optimizer: a stage in front of the direction, one behind it, or a
-wrapper. If its threshold is a constant, the study finds it, and the program gets it as an input.
+Methods add a stage before or after the direction of an optimizer, or wrap it. Constant thresholds
+are determined by the study, and are inputs of the programs.
 """
 
 import functools
@@ -20,16 +20,16 @@ Step = optax.GradientTransformation
 
 
 class Setting(NamedTuple):
-    """What a method gets.
+    """The inputs of a method.
 
     Attributes:
-      direction: the optimizer's first half, as in `Optimizer`.
-      finish: its second half.
-      share: the learning rate of a step over the largest.
-      threshold: float32[], of a method with a constant.
-      noise: the task's; 0 where training is not private.
-      key: for the noise.
-      examples: how many are in a batch.
+      direction: The first part of the optimizer, as in `Optimizer`.
+      finish: The second part of the optimizer.
+      share: The learning rate of a step divided by the largest learning rate.
+      threshold: The threshold of a constant method, float32[].
+      noise: The noise of the task, or 0 for non-private training.
+      key: The key of the noise.
+      examples: The number of examples in a batch.
     """
 
     direction: Step
@@ -45,16 +45,15 @@ Make = Callable[[Setting], Step]
 
 
 class Method(NamedTuple):
-    """A way to guard an optimizer.
+    """A method that safeguards an optimizer.
 
     Attributes:
-      make: gives the whole optimizer.
-      threshold: how the threshold is found: the best of a sweep, by `tuning.suggest`, or not at
-        all.
-      only: the optimizers that it goes with; any if empty.
-      microbatches: whether the gradient is accumulated over microbatches, each clipped separately
-        if there is one, and left out if it is not finite.
-      is_scaled: whether the loss is multiplied by the number in the state of `scale_loss`.
+      make: Builds the complete optimizer.
+      threshold: "best" for a sweep, "suggest" for `tuning.suggest`, or None without a constant.
+      only: The compatible optimizers, or all if empty.
+      microbatches: Whether to accumulate microbatches, which are clipped separately if there is a
+        threshold, and rejected if non-finite.
+      is_scaled: Whether to multiply the loss by the loss scale in the state.
     """
 
     make: Make
@@ -65,14 +64,14 @@ class Method(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """The state of a stage, and at how many steps it changed what it was given, int32[]."""
+    """The state of a stage, and the number of steps with changed updates, int32[]."""
 
     inner: Any
     changed: Array
 
 
 def watched(stage: Step) -> Step:
-    """The stage, which counts the steps that it changed. NaN counts as equal to NaN."""
+    """Wraps a stage and counts the steps that it changes, where NaN equals NaN."""
     stage = optax.with_extra_args_support(stage)
 
     def update(updates: Any, state: Watched, params: Any = None, **extra: Any) -> Any:
@@ -91,16 +90,16 @@ COUNTERS: dict[type, Callable[[Any], Array]] = {
     Watched: lambda state: state.changed,
     optaxclip.SkipState: lambda state: state.num_skipped,
     optaxclip.StableAdamState: lambda state: state.clip.info.num_clipped.max(),
-    # Clips of examples count examples, of the last step alone.
+    # Per-example clipping only counts examples of the last step.
     per_example.PerExampleState: lambda state: jnp.full((), -1, jnp.int32),
 }
-"""Where the state of each stage has at how many steps it did something; -1 where it does not."""
+"""Functions that return the number of changed steps from a state, or -1 if unknown."""
 
 
 def steps_changed(state: Any) -> Array:
-    """At how many steps the method did something: int32[], -1 if that is not known.
+    """Returns the number of steps that the method changed, int32[], or -1 if unknown.
 
-    What is in a skip is asked first.
+    Stages in a skip take precedence over the skip.
     """
     for kinds in ((Watched,), COUNTERS):
 
@@ -114,12 +113,12 @@ def steps_changed(state: Any) -> Array:
 
 
 def _front(stage: Callable[[Array], Step]) -> Make:
-    """A stage before the optimizer."""
+    """Adds a stage with a threshold before the optimizer."""
     return lambda of: chain(of, watched(stage(of.threshold)))
 
 
 def chain(of: Setting, stage: Step) -> Step:
-    """A stage, and the optimizer behind it."""
+    """Chains a stage and the optimizer."""
     return optax.chain(stage, of.direction, of.finish)
 
 
@@ -128,7 +127,7 @@ def before(stage: Callable[[], Step]) -> Make:
 
 
 def _behind(stage: Callable[[], Step]) -> Make:
-    """A stage between the direction and the learning rate."""
+    """Adds a stage between the direction and the learning rate."""
     return lambda of: optax.chain(of.direction, watched(stage()), of.finish)
 
 
@@ -228,7 +227,7 @@ def _aggregate(of: Setting, threshold: Any, **options: Any) -> Step:
 def _of_examples(
     threshold: Callable[[Setting], Any] = lambda of: of.threshold, **options: Any
 ) -> Make:
-    """Examples are clipped, added up and get noise; the rest is as always."""
+    """Clips examples, sums them and adds noise before the optimizer."""
     return lambda of: optax.chain(_aggregate(of, threshold(of), **options), _plain(of))
 
 
@@ -254,7 +253,7 @@ PRIVATE: dict[str, Method] = {
     "constant, ZClip": Method(_behind_noise(optaxclip.zclip), "best"),
     "constant, AutoClip": Method(_behind_noise(optaxclip.autoclip), "best"),
 }
-"""What the private task compares: every one but the first bounds each example and adds noise."""
+"""The methods of the private task. All but the first clip examples and add noise."""
 
 
 WITH_MUON = (
@@ -262,4 +261,4 @@ WITH_MUON = (
     *("AutoClip", "ZClip", "quantile", "AdaGC", "normalize", "spectral"),
     *("skip non-finite", "skip above", "microbatches"),
 )
-"""One or two of each kind, as Muon hardly minds the size of gradients and takes the longest."""
+"""One or two methods per kind, because Muon is slow and nearly insensitive to gradient scale."""

@@ -1,4 +1,4 @@
-"""The optimizers of the study, each in two halves, so that a method can stand between them."""
+"""Defines optimizers in two parts, so that methods can add a stage between them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,16 +10,16 @@ from jax import Array
 
 DECAY, MOMENTUM = 1e-4, 0.9
 WARMUP, FALL = 0.1, 0.2
-"""Shares of the steps in which the learning rate rises to its value, and falls to 0 at the end."""
+"""Fractions of the steps in which the learning rate increases from 0, and decreases to 0."""
 
 
 class Optimizer(NamedTuple):
-    """An optimizer of one run.
+    """An optimizer of a run.
 
     Attributes:
-      direction: from the gradient to the step before the rate, such as `optax.scale_by_adam`.
-      finish: weight decay and the learning rate.
-      share: the learning rate of a step over the largest, from 0 to 1.
+      direction: The transformation before the learning rate, such as `optax.scale_by_adam`.
+      finish: Weight decay and the learning rate.
+      share: The learning rate of a step divided by the largest learning rate.
     """
 
     direction: optax.GradientTransformation
@@ -28,13 +28,13 @@ class Optimizer(NamedTuple):
 
 
 NOT_MUONS = ("embedding", "positions", "head", "gain", "bias")
-"""Parts of the names of leaves that Adam trains beside Muon."""
+"""Parts of the names of leaves that Adam trains."""
 
 
 def _matrices(params: Any) -> Any:
-    """Which axes of a leaf are Muon's rows and columns; None for what Adam trains.
+    """Returns Muon's row and column axes for all leaves, or None for leaves that Adam trains.
 
-    The rows are all axes but the last; the first axis of what is in `layers` counts layers.
+    The rows are all axes but the last. The first axis of leaves in `layers` is a batch axis.
     """
 
     def numbers(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
@@ -48,13 +48,13 @@ def _matrices(params: Any) -> Any:
 
 
 def _muon() -> optax.GradientTransformation:
-    """Steps of the size that Adam's have, so that both kinds of leaves take one rate."""
+    """Returns Muon with steps as large as Adam's, so that all leaves share a learning rate."""
     sizes = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": _matrices}
     return optax.chain(optax.contrib.muon(1.0, **sizes), optax.scale(-1.0))
 
 
 def _adafactor() -> optax.GradientTransformation:
-    """With Optax's own constants, but small matrices are factored too."""
+    """Returns Adafactor with Optax's defaults, but factors small matrices too."""
     return optax.chain(optax.adafactor(1.0, min_dim_size_to_factor=8), optax.scale(-1.0))
 
 
@@ -65,16 +65,16 @@ DIRECTIONS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "lion": optax.scale_by_lion,
     "adafactor": _adafactor,
 }
-"""By name; all but SGD with Optax's own constants."""
+"""The directions by name, with Optax's defaults except for SGD."""
 
 
 def optimizer(name: str, rate: Array, steps: int) -> Optimizer:
-    """The optimizer with a learning rate that rises, stays, and falls to 0.
+    """Builds an optimizer with a warm-up, a constant phase, and a decay to 0.
 
     Args:
-      name: as in `DIRECTIONS`.
-      rate: float32[], or float32[steps] if it also differs by step.
-      steps: of the run.
+      name: A name in `DIRECTIONS`.
+      rate: The learning rate, float32[], or float32[steps].
+      steps: The number of steps.
     """
     rate = jnp.broadcast_to(rate, (steps,))
     share = optax.join_schedules(

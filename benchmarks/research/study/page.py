@@ -1,10 +1,10 @@
-"""Writes the study's figures from its results.
+"""Writes the data, pictures and tables of the study from its results.
 
   python -m benchmarks.research.study.page study.jsonl
 
-It writes `docs/evidence.csv`, the pictures, and on the page `docs/evidence.md` what stands between
-marks. All else on that page, and what `docs/evidence_figures.md` says of each method, is written by
-hand; the site adds the tables there (`benchmarks.research.study.figures`).
+Writes `docs/evidence.csv`, the pictures, and the marked parts of `docs/evidence.md`. Other text on
+that page, and the descriptions in `docs/evidence_figures.md`, are written by hand. The site adds
+the tables to the latter (`benchmarks.research.study.figures`).
 """
 
 import argparse
@@ -23,7 +23,7 @@ MARKED = re.compile(
 
 
 def filled(page: str, made: Mapping[str, str]) -> str:
-    """The page's Markdown, with these texts between the marks of their names."""
+    """Replaces the texts between the marks of their names on a page."""
 
     def replaced(match: re.Match[str]) -> str:
         name, old = match.groups()
@@ -33,12 +33,12 @@ def filled(page: str, made: Mapping[str, str]) -> str:
 
 
 def tables(found: Figures) -> dict[str, str]:
-    """What is made of the figures alone."""
+    """Returns the tables of the figures by name."""
     return {"in short": figures.in_short(found), "rates": figures.of_rates(found)}
 
 
 def runs(summary: Summary, versions: Mapping[str, str]) -> str:
-    """How many runs there were, and with what."""
+    """Describes the number of runs and the versions."""
     cells = summary.study.cells.values()
     seeds = sorted({len(cell.seeds) for cell in cells})
     many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
@@ -50,10 +50,10 @@ def runs(summary: Summary, versions: Mapping[str, str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Writes the data, the tables on the page, and the pictures."""
+    """Writes the data, the tables and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one for each run")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of the page")
+    parser.add_argument("results", type=Path, help="file of JSON lines, one per run")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the page")
     options = parser.parse_args(arguments)
     summary, versions = load(options.results)
     found = [*rows.of_summary(summary), *claims.of_papers(summary.study, options.results)]
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     described = (options.docs / "evidence_figures.md").read_text("utf-8").lower()
     for method in figures.names(found, "method"):
         if f"\n### {figures.label(method).lower()}\n" not in described:
-            print(f"evidence_figures.md does not say what {method} is")
+            print(f"evidence_figures.md does not describe {method}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of the page on evidence, as legible on a phone as those of `docs/pictures.py`."""
+"""Draws the pictures of the page on evidence, legible on a phone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,25 +17,25 @@ from optaxclip.plots.style import COLORS, finish_axes
 
 NAMES = ("evidence.png", "evidence_lost.png", "evidence_recovery.png")
 LETTERS, WIDTH, DPI = {"font.size": 13}, 5.6, 200
-"""In points and inches: where a picture has 400 pixels, letters have 13."""
+"""In points and inches. Letters have 13 pixels in a picture of 400 pixels."""
 ROW, AROUND = 0.265, 1.7
-"""Inches of a row with a method's name, and of all else."""
+"""The heights of a row, and of everything else, in inches."""
 IN_PICTURE = ("best", "past", "spike", "tails", "nan", "jump", "stretch")
 LOOK = {
     HELPS: (COLORS[1], 0.35),
     HARMS: (COLORS[0], 0.45),
     UNCLEAR: ("white", 0.0),
 }
-"""The colors of the verdicts, and how much of each."""
+"""The colors and opacities of the verdicts."""
 WORDS = {HELPS: "better", HARMS: "worse", UNCLEAR: "not significant"}
 """The labels of the verdicts in the legend."""
 SHOWN = (NONE, BEST, "ZClip", "AutoClip", "skip above")
 BEFORE, AFTER, MOST = 4, 14, 2
-"""Evaluations that are drawn of a recovery, and pairs."""
+"""The numbers of evaluations before and after a spike, and of pairs."""
 
 
 def draw(summary: Summary, folder: Path) -> None:
-    """Draws all that there are results for."""
+    """Draws all pictures for which there are results."""
     with mpl.rc_context(LETTERS):
         for name, make in zip(NAMES, (verdicts, lost, recovery), strict=True):
             figure = make(summary)
@@ -48,7 +48,7 @@ def _figure(rows: int) -> Figure:
 
 
 def verdicts(summary: Summary) -> Figure:
-    """A row for each method, a column for each case: the difference, on the verdict's colour."""
+    """Draws a table of differences by method and case, with the color of the verdict."""
     cases = [case for case in summary.cases if case.name in IN_PICTURE]
     found = {
         method: [summary.pooled[case.name].get(method) for case in cases]
@@ -82,7 +82,7 @@ def verdicts(summary: Summary) -> Figure:
 
 
 def legend(figure: Figure, *verdicts: str) -> None:
-    """The colours of the verdicts, below."""
+    """Adds a legend with the colors of the verdicts."""
     handles = [
         Rectangle((0, 0), 1, 1, facecolor=color, alpha=alpha or None, edgecolor="0.7", label=label)
         for label, (color, alpha) in ((WORDS[verdict], LOOK[verdict]) for verdict in verdicts)
@@ -92,7 +92,7 @@ def legend(figure: Figure, *verdicts: str) -> None:
 
 
 def tile(ax: Any, x: int, y: int, share: float, verdict: str) -> None:
-    """A share in percent, on the colour of the verdict."""
+    """Draws a percentage with the color of the verdict."""
     color, alpha = LOOK[verdict]
     ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, alpha=alpha, edgecolor="w"))
     text = f"{100 * share:+.{1 if abs(share) < 0.0995 else 0}f}"
@@ -103,7 +103,7 @@ def tile(ax: Any, x: int, y: int, share: float, verdict: str) -> None:
 
 
 def lost(summary: Summary) -> Figure:
-    """The share of runs lost without a fault, for each method and rate."""
+    """Draws the fraction of lost runs without a fault by method and learning rate."""
     cases = [case for case in summary.cases if case.fault == "none" and case.rate in RATES]
     shares = {
         method: [summary.lost(method, case) for case in cases]
@@ -129,7 +129,7 @@ def lost(summary: Summary) -> Figure:
 
 
 def recovery(summary: Summary) -> Figure:
-    """Losses around a spike: the median of the seeds, on the pairs that it harms most."""
+    """Draws the median losses around a spike for the pairs with the largest increase."""
     case = next((case for case in summary.cases if case.name == "spike"), None)
     figure = Figure(figsize=(WIDTH, 7.2), layout="constrained")
     cells = {} if case is None else dict(summary.cells(NONE, case))
@@ -147,17 +147,16 @@ def recovery(summary: Summary) -> Figure:
 
 
 def _harm(cell: Cell, gain: float) -> float:
-    """How far the loss rises, as a share of the gain, at most 1."""
+    """Returns the increase of the loss as a fraction of the gain, at most 1."""
     losses = aligned(cell)
     rise = np.nanmax(losses[BEFORE:]) - losses[BEFORE]
     return float(min(rise / gain, 1.0)) if np.isfinite(losses[BEFORE]) else -1.0
 
 
 def aligned(cell: Cell) -> np.ndarray:
-    """Losses from `BEFORE` evaluations before the last one without bad steps to `AFTER` after it.
+    """Aligns the median losses of the seeds with the last evaluation before the bad step.
 
-    The median of the seeds; of one that is lost a loss counts as infinite. NaN where the runs have
-    begun later or are over.
+    Losses of lost runs are infinite. The result is NaN for evaluations outside the runs.
     """
     if cell.onset is None:
         raise ValueError("cell must be of a fault with a first bad step")
@@ -170,7 +169,7 @@ def aligned(cell: Cell) -> np.ndarray:
 
 
 def _middle(values: Sequence[float]) -> float:
-    # The upper one of two, as half of the sum with infinity is infinite too.
+    # Use the upper median, because the mean with an infinite loss is also infinite.
     return float(np.sort(values)[len(values) // 2]) if len(values) else np.nan
 
 

@@ -1,4 +1,4 @@
-"""The results of a study, JSON lines: its settings, what was found of each pair, and the runs."""
+"""Stores the settings, explored pairs and runs of a study as JSON lines."""
 
 import json
 import platform
@@ -16,22 +16,22 @@ PACKAGES = ("jax", "optax", "numpy", "scikit-learn")
 
 
 def versions() -> dict[str, str]:
-    """Of what the results depend on."""
+    """Returns the versions of Python and packages."""
     found = {name: metadata.version(name) for name in PACKAGES}
     return {"python": platform.python_version(), "optaxclip": optaxclip.__version__, **found}
 
 
 class Results:
-    """A file to which lines are added, and which says what is in it already.
+    """A file of results, which can be continued.
 
-    A cell of which a run that was stopped has left a part only is taken out, and run again.
+    Incomplete cells of an interrupted run are removed.
 
     Args:
-      path: the file; it is made if it is not there.
-      effort: the study's. A file with another one is not gone on with.
+      path: The file, which is created if it does not exist.
+      effort: The effort of the study.
 
     Raises:
-      ValueError: for a file of another study.
+      ValueError: If the file belongs to a study with other settings.
     """
 
     def __init__(self, path: Path, effort: Effort):
@@ -41,8 +41,8 @@ class Results:
         settings = json.loads(json.dumps(plan.settings(effort)))
         lines = list(read(path)) if path.exists() else []
         if lines and lines[0].get("settings") != settings:
-            remedy = "give another path by --out, or remove it"
-            raise ValueError(f"--out: {path} holds a study of other settings; {remedy}")
+            remedy = "use another path, or remove the file"
+            raise ValueError(f"--out: {path} contains a study with other settings; {remedy}")
         counts = Counter(map(_cell, lines))
 
         def is_whole(line: dict[str, Any]) -> bool:
@@ -52,11 +52,11 @@ class Results:
         kept = [line for line in lines if is_whole(line)]
         whole = path.with_name(f"{path.name}.new")
         whole.write_text(_text(kept or [{"settings": settings, "versions": versions()}]))
-        whole.replace(path)  # at once, so that a stop here loses nothing
+        whole.replace(path)  # Atomic, so that an interruption loses no results.
         self._take(kept)
 
     def add(self, lines: list[dict[str, Any]]) -> None:
-        """Writes lines."""
+        """Adds lines to the file."""
         with self.path.open("a") as file:
             file.write(_text(lines))
         self._take(lines)
@@ -74,7 +74,7 @@ def _text(lines: list[dict[str, Any]]) -> str:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file; a last one that was cut off is left out."""
+    """Yields the lines of a file, without an incomplete last line."""
     for line in path.read_text().splitlines():
         try:
             yield json.loads(line)

@@ -1,4 +1,4 @@
-"""The rows of `docs/evidence.csv`: what the study found becomes text."""
+"""Formats the rows of `docs/evidence.csv`."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ BETTER = {HELPS: "better", HARMS: "worse"}
 
 
 def of_summary(summary: Summary) -> Iterator[Row]:
-    """All rows but those of claims."""
+    """Yields all rows except those of claims."""
     for case in summary.cases:
         yield from _of_case(summary, case)
     yield from _of_costs(summary)
@@ -78,19 +78,19 @@ def _of_pair(summary: Summary, pair: Pair) -> Iterator[Row]:
 
 
 def points(part: float) -> str:
-    """A difference in percent, signed if it is one."""
+    """Formats a signed percentage."""
     text = f"{100 * part:+.1f}"
     return text if float(text) else "0.0"
 
 
 def share(column: str, found: Comparison | None) -> Row:
-    """A mean difference with its interval."""
+    """Formats a mean difference with its interval."""
     names = (column, f"{column}_low", f"{column}_high")
     return dict(zip(names, map(points, found.share), strict=True)) if found else {}
 
 
 def loss(found: Interval) -> Row:
-    """The same without a sign, to so many digits that the interval can be seen."""
+    """Formats a loss with enough digits to show its interval."""
     width = found.high - found.low
     digits = 3 if width <= 0 else min(max(1 - math.floor(math.log10(width)), 0), 4)
     names = ("loss", "loss_low", "loss_high")
@@ -98,7 +98,7 @@ def loss(found: Interval) -> Row:
 
 
 def percent(part: float | None) -> str:
-    """A part of all, in whole percents; what is neither none nor all never looks so."""
+    """Formats a whole percentage, which is 0 or 100 only if it is exact."""
     if part is None:
         return ""
     if 0 < part < 0.005:
@@ -107,7 +107,7 @@ def percent(part: float | None) -> str:
 
 
 def steps(found: Recovery | None) -> Row:
-    """The median, and how many runs never were back."""
+    """Formats the median recovery time, and the percentage of runs that never recover."""
     if found is None:
         return {}
     middle = "never" if math.isinf(found.steps) else f"{found.steps:.0f}"

@@ -1,4 +1,4 @@
-"""Runs cells, each in a process of its own core."""
+"""Runs cells in processes with one core."""
 
 import functools
 import time
@@ -24,17 +24,17 @@ ENVIRONMENT = {
     "JAX_DEFAULT_PRNG_IMPL": "rbg",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=1",
 }
-"""Of the processes: one core each. With fewer of LLVM's optimizations, and with random numbers that
-take one operation, a program is compiled in half the time and runs as fast."""
+"""The environment of the processes, which use one core. Fewer LLVM optimizations and random numbers
+as a single operation halve the compile time of programs without slowing them down."""
 
 SWEPT = ("none", "spike", "tails", "jump", "stretch")
-"""The faults over which the best constant is chosen: it knows them beforehand."""
+"""The faults that determine the best constant, which is therefore chosen in hindsight."""
 
 Row = dict[str, Any]
 
 
 class Runner:
-    """A cell's program, for any number of runs."""
+    """Runs the program of a cell."""
 
     def __init__(
         self, task: Task, optimizer: str, method: Method, effort: Effort, at_once: bool = False
@@ -49,13 +49,13 @@ class Runner:
     def __call__(
         self, rates: Any, faults: Sequence[str], seeds: Sequence[int], thresholds: Any
     ) -> tuple[cell.Outcome, float]:
-        """What became of the runs, and the processor's seconds of one, without compiling."""
+        """Returns the results of runs, and the CPU seconds per run without compilation."""
         numbers = [NUMBERS[fault] for fault in faults]
         inputs = [np.asarray(x, np.int32) for x in (seeds, numbers)]
         inputs += [np.broadcast_to(np.float32(x), len(seeds)) for x in (rates, thresholds)]
         found, seconds = [], []
         for first in range(0, len(seeds), self.chunk):
-            # One size for all calls, so that the program is compiled once; what is over is dropped.
+            # Pad the last chunk, so that the program is compiled only once.
             index = np.minimum(first + np.arange(self.chunk), len(seeds) - 1)
             seed, fault, rate, threshold = (jnp.asarray(x[index]) for x in inputs)
             runs = cell.Runs(jax.block_until_ready(self.begin(seed, fault)), rate, threshold)
@@ -69,7 +69,7 @@ class Runner:
 
 @functools.cache
 def _beginning(task: Task, effort: Effort) -> tuple[Any, Any]:
-    """The compiled beginning, which outlives JAX's caches, and what it gives."""
+    """Compiles the function that draws starts, and returns it with its result shapes."""
     number = jax.ShapeDtypeStruct((effort.chunk,), jnp.int32)
     begin = cell.beginning(task, effort.steps)
     compiled = begin.lower(number, number).compile()
@@ -77,7 +77,7 @@ def _beginning(task: Task, effort: Effort) -> tuple[Any, Any]:
 
 
 def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
-    """The edge of the learning rate, and how large norms are there, without a clip."""
+    """Determines the edge of the learning rate and the norms there without clipping."""
     task, grid = TASKS[task_name](), plan.GRID[optimizer]
     method = methods_for(task.noise is not None, optimizer)["none"]
     runner = Runner(task, optimizer, method, effort)
@@ -89,7 +89,7 @@ def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
     norms = outcome.norms[np.flatnonzero(rates == edge)[0]]
     norms = norms / np.sqrt(1 if task.noise is None else task.examples)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a doubt about a short run
+        warnings.simplefilter("ignore")  # `suggest` warns about short runs.
         found = tuning.suggest(norms)
         suggested = np.inf if found.recommendation == "none" else found.threshold
     by_rate = {float(rate): float(loss) for rate, loss in zip(grid, losses, strict=True)}
@@ -97,7 +97,7 @@ def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
 
 
 def run_cell(of: Cell, found: Found, effort: Effort) -> list[Row]:
-    """A row for each run: without a fault at all rates, then with each fault at the best one."""
+    """Returns the rows of runs without a fault at all rates, and with faults at the best rate."""
     task = TASKS[of.task]()
     method = methods_for(task.noise is not None, of.optimizer)[of.method]
     runner = Runner(task, of.optimizer, method, effort)
@@ -116,7 +116,7 @@ def run_cell(of: Cell, found: Found, effort: Effort) -> list[Row]:
 
 
 def run_batches(of: OfBatches, effort: Effort) -> list[Row]:
-    """A row for each rate of the grid and each seed."""
+    """Returns the rows of all learning rates and seeds for a batch size and method."""
     grid, method = plan.RATES_OF_BATCHES, methods_for(False, "sgd")[of.clip]
     runner = Runner(digits.conv(of.batch), "sgd", method, effort)
     each = [(float(rate), seed) for rate in grid for seed in effort.reported]
@@ -136,7 +136,7 @@ def run_batches(of: OfBatches, effort: Effort) -> list[Row]:
 
 
 def _best_threshold(runner: Runner, found: Found, effort: Effort) -> float:
-    """The constant with the lowest mean loss at the edge over the faults that it may meet."""
+    """Returns the constant with the lowest mean loss at the edge over faults."""
     thresholds = found.norm * plan.THRESHOLDS
     seeds = effort.finding
     each = [

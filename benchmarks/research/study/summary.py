@@ -1,8 +1,6 @@
-"""What the study found: its verdicts.
+"""Summarizes and prints the verdicts of the study.
 
-  python -m benchmarks.research.study.summary study.jsonl
-
-The page has all the rest: `benchmarks.research.study.page`.
+python -m benchmarks.research.study.summary study.jsonl
 """
 
 import argparse
@@ -26,20 +24,20 @@ from benchmarks.research.study.inference import Interval
 from benchmarks.research.study.runs import BEST, NONE, Cell, Pair, cells
 
 PRIVATE = "private"
-"""The task in which each example is clipped, so that methods are others. Nothing would not be
-private, so they stand beside the best constant."""
+"""The task with per-example clipping and its own methods, which are compared with the best
+constant, because training without clipping would not be private."""
 APART = (PRIVATE, "muon")
-"""A task and an optimizer that are not put together with the others, as they have some methods."""
+"""A task and an optimizer that are not pooled, because they lack many methods."""
 BACK = 0.02
-"""A share of the gain: so much above the loss before bad data is as good as back."""
+"""The margin above the loss before bad data for a recovery, as a fraction of the gain."""
 
 
 class Recovery(NamedTuple):
-    """How soon losses are back after bad data.
+    """The recovery after bad data.
 
     Attributes:
-      steps: the median of the runs; infinite if most never come back.
-      never: the share of runs that do not.
+      steps: The median number of steps, or infinity if most runs do not recover.
+      never: The fraction of runs that do not recover.
     """
 
     steps: float
@@ -47,14 +45,14 @@ class Recovery(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What the page and the pictures tell.
+    """The comparisons for the page and the pictures.
 
     Attributes:
-      study: the results.
-      pooled: comparisons with nothing over all pairs but those apart, by case and method.
-      beside_best: the same, beside the best constant.
-      single: comparisons on one pair, by case and pair: with nothing, or on a task apart with the
-        best constant.
+      study: The results.
+      pooled: Comparisons with no method over pooled pairs, by case and method.
+      beside_best: Comparisons with the best constant over pooled pairs, by case and method.
+      single: Comparisons by case and pair, with no method or, on the private task, with the best
+        constant.
     """
 
     study: Study
@@ -64,49 +62,49 @@ class Summary(NamedTuple):
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """Those that were run."""
+        """Returns the cases that were run."""
         return tuple(case for case in CASES if any(self.single[case.name].values()))
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Those that are put together."""
+        """Returns the pooled pairs."""
         return together(self.study.pairs)
 
     def found(self, verdict: str, case: Case) -> list[str]:
-        """The methods of which the pooled comparison says so, the best first."""
+        """Returns the methods with a pooled verdict, the best first."""
         of_case = self.pooled[case.name]
         names = [name for name, found in of_case.items() if found.verdict == verdict]
         return sorted(names, key=lambda name: -of_case[name].share.mean)
 
     def helps_nowhere(self) -> list[str]:
-        """The methods that help in no case."""
+        """Returns the methods that help in no case."""
         helping = {name for case in self.cases for name in self.found(HELPS, case)}
         compared = {name for of_case in self.pooled.values() for name in of_case}
         return [name for name in self.study.methods if name in compared - helping]
 
     def pairs_with(self, verdict: str, method: str, case: Case) -> list[Pair]:
-        """The pairs on which the method alone was found so, of those that are put together."""
+        """Returns the pooled pairs with a verdict for a method."""
         of_case = self.single[case.name]
         found = [pair for pair in self.pairs if method in of_case.get(pair, {})]
         return [pair for pair in found if of_case[pair][method].verdict == verdict]
 
     def cells(self, method: str, case: Case) -> Iterator[tuple[Pair, Cell]]:
-        """Those of a method in a case."""
+        """Yields the pairs and cells of a method in a case."""
         for pair in self.pairs:
             cell = self.study.cell(pair, method, case)
             if cell is not None:
                 yield pair, cell
 
     def lost(self, method: str, case: Case) -> float | None:
-        """The share of runs that were lost."""
+        """Returns the fraction of lost runs."""
         return _mean([cell.is_lost for _, cell in self.cells(method, case)])
 
     def clipped(self, method: str, case: Case) -> float | None:
-        """The share of steps that the method changed."""
+        """Returns the fraction of steps that the method changed."""
         return _mean([cell.clipped for _, cell in self.cells(method, case)])
 
     def recovery(self, method: str, case: Case) -> Recovery | None:
-        """Over all runs, if the fault begins somewhere."""
+        """Returns the recovery over all runs, or None for faults without an onset."""
         each = [
             cell.steps_to_recover(BACK * self.study.gains[pair])
             for pair, cell in self.cells(method, case)
@@ -115,12 +113,12 @@ class Summary(NamedTuple):
         if not known:
             return None
         steps = np.concatenate(known)
-        # Of an even number the upper one: half of the sum of a number and infinity says little.
+        # Use the upper median, because the mean of a number and infinity is infinite.
         middle = np.sort(steps)[len(steps) // 2]
         return Recovery(float(middle), float(np.mean(np.isinf(steps))))
 
     def seconds(self, method: str) -> Interval | None:
-        """Time of a run over that with nothing: the mean of the pairs, the least and the most."""
+        """Returns the relative time of a run: the mean, smallest and largest over pairs."""
         ratios = []
         for pair in self.pairs:
             times = [
@@ -142,12 +140,12 @@ def _mean(values: Sequence[np.ndarray]) -> float | None:
 
 
 def together(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    """Those pairs that all methods have, or nearly."""
+    """Returns the pairs that are pooled."""
     return tuple(pair for pair in pairs if not set(pair) & set(APART))
 
 
 def summarize(study: Study) -> Summary:
-    """All comparisons."""
+    """Computes all comparisons."""
     pairs = together(study.pairs)
     pooled, beside_best = (
         {case.name: comparing.compare(study, pairs, base, case) for case in CASES}
@@ -164,16 +162,16 @@ def summarize(study: Study) -> Summary:
 
 
 def load(path: Path) -> tuple[Summary, Mapping[str, str]]:
-    """The summary of a file of results, and the versions that it names."""
+    """Loads the summary and the versions of a file of results."""
     lines = list(results.read(path))
     versions = lines[0].get("versions", {}) if lines else {}
     return summarize(Study.of(cells(lines))), versions
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints what helps where."""
+    """Prints the verdicts by case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one for each run")
+    parser.add_argument("results", type=Path, help="file of JSON lines, one per run")
     summary, _ = load(parser.parse_args(arguments).results)
     for case in summary.cases:
         print(f"\n{case.title}")

@@ -1,4 +1,4 @@
-"""The tasks of the study, by name."""
+"""Lists the tasks of the study."""
 
 from collections.abc import Callable
 
@@ -12,4 +12,4 @@ TASKS: dict[str, Callable[[], Task]] = {
     "policy": policy.policy,
     "private": digits.private,
 }
-"""Functions, as the data of each are read when it is asked for; each reads them once."""
+"""Cached functions that read the data of their tasks on demand."""
