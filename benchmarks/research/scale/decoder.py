@@ -16,7 +16,7 @@ from benchmarks.research import text_model
 from benchmarks.research.scale.text import SYMBOLS, Text, windows
 from benchmarks.research.study import faults, text
 from benchmarks.research.study.cell import Begin
-from benchmarks.research.study.examples import Examples, scrambled
+from benchmarks.research.study.examples import Examples, scramble
 from benchmarks.research.study.task import Params, Task
 
 
@@ -58,10 +58,10 @@ def build_task(corpus: Text, size: text_model.Size, dtype: str) -> Task:
     """Builds the decoder task, whose batches are drawn from pairs of a key and bytes."""
     last = corpus.held_out.size - size.context - 1
     starts = np.linspace(0, last, size.held_out).astype(np.int64)
-    held_out = text.shifted(jnp.asarray(windows(corpus.held_out, starts, size.context + 1)))
+    held_out = text.pair_with_next(jnp.asarray(windows(corpus.held_out, starts, size.context + 1)))
 
     def batch(params: Params, key: tuple[Array, Array], is_bad: Array) -> Examples:
-        return scrambled(text.shifted(key[1]), key[0], is_bad, SYMBOLS)
+        return scramble(text.pair_with_next(key[1]), key[0], is_bad, SYMBOLS)
 
     def losses(params: Params, batch: Examples) -> Array:
         narrow = jax.tree.map(lambda x: x.astype(dtype), params)
@@ -88,7 +88,7 @@ def build_begin(task: Task, corpus: Text, size: Size) -> Callable[[str, int], Be
     def draw(fault: Array, seed: Array) -> tuple[Any, ...]:
         first, data, wrong, noise = jax.random.split(jax.random.key(seed), 4)
         params, keys = task.initial(first), jax.random.split(data, size.steps)
-        return params, task.held_out(params), keys, noise, faults.drawn(fault, wrong, size.steps)
+        return params, task.held_out(params), keys, noise, faults.draw(fault, wrong, size.steps)
 
     def begin(fault: str, seed: int) -> Begin:
         params, held_out, keys, noise, wrong = draw(faults.NUMBERS[fault], seed)

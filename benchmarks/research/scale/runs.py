@@ -16,7 +16,7 @@ from benchmarks.research.scale.decoder import Size
 from benchmarks.research.scale.text import Text
 from benchmarks.research.study import cell, plan
 from benchmarks.research.study.cell import Begin
-from benchmarks.research.study.methods import Make, Method, Setting, chain, watched
+from benchmarks.research.study.methods import Make, Method, Setting, chain, count_changes
 from benchmarks.research.study.task import Task
 from benchmarks.table_file import Row, TableFile, describe_versions, get_device_name
 
@@ -64,11 +64,13 @@ UNCHOSEN = "nothing to choose: adagc()"
 
 def _build_default(setting: Setting) -> Any:
     """Builds the optimizer that README.md recommends by default."""
-    return optaxclip.skip_nonfinite(chain(setting, watched(optaxclip.adagc())), max_consecutive=20)
+    return optaxclip.skip_nonfinite(
+        chain(setting, count_changes(optaxclip.adagc())), max_consecutive=20
+    )
 
 
 def _clip_before(stage: Callable[[Any], Any]) -> Make:
-    return lambda setting: chain(setting, watched(stage(setting.threshold)))
+    return lambda setting: chain(setting, count_changes(stage(setting.threshold)))
 
 
 METHODS: dict[str, Make] = {
@@ -139,7 +141,7 @@ class Study:
         found = [self.get_row(run) for run in rates]
         losses = np.array([float(row["end"]) for row in found])
         best, start = int(losses.argmin()), float(found[0]["start"])
-        rate, edge = float(RATES[best]), plan.edge(RATES, losses, start)
+        rate, edge = float(RATES[best]), plan.find_edge(RATES, losses, start)
         thresholds = {part: part * float(found[best]["norm"]) for part in THRESHOLDS}
         ends = dict.fromkeys(THRESHOLDS, 0.0)
         for case in SWEPT:
@@ -175,7 +177,7 @@ class Study:
             rate=f"{run.rate:.4g}",
             threshold=f"{run.threshold:.4g}" if math.isfinite(run.threshold) else "",
             start=f"{outcome.held_out[0]:.4f}",
-            end=f"{plan.final(outcome.held_out):.4f}",
+            end=f"{plan.get_final_losses(outcome.held_out):.4f}",
             lost=int(plan.is_lost(outcome.held_out)),
             clipped="" if run.method == NONE else f"{outcome.changed / self._size.steps:.3f}",
             norm=f"{np.nanmedian(outcome.norms):.4g}",
@@ -198,7 +200,7 @@ class Study:
         if key not in self._programs:
             method = Method(_scale_loss(make) if is_scaled else make, is_scaled=is_scaled)
             steps, every = self._size.steps, self._size.every
-            program = cell.program(task, run.optimizer, method, steps, every)
+            program = cell.build_program(task, run.optimizer, method, steps, every)
             self._programs[key] = program.lower(inputs).compile()
         return self._programs[key]
 

@@ -12,7 +12,7 @@ from benchmarks.research.study.runs import NONE, RATES, Cell, Cells, Key, Pair
 
 HELPS, UNCLEAR, HARMS = "helps", "no difference shown", "harms"
 CHANCE = 0.05
-LEAST = 0.005
+SMALLEST_SHARE = 0.005
 """Smaller fractions of the gain do not count as differences, even if they are significant."""
 
 
@@ -65,7 +65,7 @@ class Comparison(NamedTuple):
     @property
     def verdict(self) -> str:
         """Returns whether the method helps, harms, or neither."""
-        if self.chance >= CHANCE or abs(self.share.mean) < LEAST:
+        if self.chance >= CHANCE or abs(self.share.mean) < SMALLEST_SHARE:
             return UNCLEAR
         return HELPS if self.share.mean > 0 else HARMS
 
@@ -89,21 +89,25 @@ class Study(NamedTuple):
     gains: Mapping[Pair, float]
 
     @classmethod
-    def of(cls, cells: Cells) -> "Study":
+    def from_cells(cls, cells: Cells) -> "Study":
         """Builds the study from cells."""
         pairs = tuple(sorted({key.pair for key in cells}))
         found = dict.fromkeys(key.method for key in cells)
         known = [method for method in (METHODS | PRIVATE) if method in found]
         methods = tuple(dict.fromkeys([*known, *found]))
-        most: dict[tuple[Pair, bool], float] = {}
+        max_gains: dict[tuple[Pair, bool], float] = {}
         for key, cell in cells.items():
             if key.fault == "none":
                 group = key.pair, key.method == NONE
-                most[group] = max(most.get(group, 0.0), float(np.mean(cell.start - cell.end)))
-        gains = {pair: most.get((pair, True)) or most.get((pair, False), 0.0) for pair in pairs}
+                max_gains[group] = max(
+                    max_gains.get(group, 0.0), float(np.mean(cell.start - cell.end))
+                )
+        gains = {
+            pair: max_gains.get((pair, True)) or max_gains.get((pair, False), 0.0) for pair in pairs
+        }
         return cls(cells, pairs, methods, gains)
 
-    def cell(self, pair: Pair, method: str, case: Case) -> Cell | None:
+    def get_cell(self, pair: Pair, method: str, case: Case) -> Cell | None:
         """Returns the cell, or None if it was not run.
 
         If the case has no learning rate, selects the cell with the lowest mean final loss. Faults
@@ -117,9 +121,11 @@ class Study(NamedTuple):
             return None
         return min(known, key=lambda x: x.end.mean())
 
-    def differences(self, pair: Pair, method: str, base: str, case: Case) -> Mapping[int, float]:
+    def compute_differences(
+        self, pair: Pair, method: str, base: str, case: Case
+    ) -> Mapping[int, float]:
         """Returns the decrease of the final loss by seed, as a fraction of the gain."""
-        ours, theirs = self.cell(pair, method, case), self.cell(pair, base, case)
+        ours, theirs = self.get_cell(pair, method, case), self.get_cell(pair, base, case)
         if ours is None or theirs is None or not self.gains[pair]:
             return {}
         ends = dict(zip(ours.seeds.tolist(), ours.end.tolist(), strict=True))
@@ -135,14 +141,16 @@ def compare(study: Study, pairs: Sequence[Pair], base: str, case: Case) -> Mappi
     """
     found = {}
     for method in study.methods:
-        each = [study.differences(pair, method, base, case) for pair in pairs]
-        each = [of_pair for of_pair in each if len(of_pair) > 1]
-        seeds = set.intersection(*map(set, each)) if each else set()
+        differences = [study.compute_differences(pair, method, base, case) for pair in pairs]
+        differences = [by_seed for by_seed in differences if len(by_seed) > 1]
+        seeds = set.intersection(*map(set, differences)) if differences else set()
         if method != base and len(seeds) > 1:
-            means = [np.mean([of_pair[seed] for of_pair in each]) for seed in sorted(seeds)]
-            found[method] = np.array(means), len(each)
-    chances = inference.holm([inference.sign_flip(means) for means, _ in found.values()])
+            means = [np.mean([by_seed[seed] for by_seed in differences]) for seed in sorted(seeds)]
+            found[method] = np.array(means), len(differences)
+    chances = inference.correct_chances(
+        [inference.run_sign_test(means) for means, _ in found.values()]
+    )
     return {
-        method: Comparison(inference.interval(means), chance, count, len(means))
+        method: Comparison(inference.compute_interval(means), chance, count, len(means))
         for (method, (means, count)), chance in zip(found.items(), chances, strict=True)
     }

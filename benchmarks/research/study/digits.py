@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from benchmarks.research.study.examples import Examples, scrambled
+from benchmarks.research.study.examples import Examples, scramble
 from benchmarks.research.study.task import Params, Task
 
 DIGITS, SIDE, DEEPEST = 10, 8, 16.0
@@ -33,7 +33,7 @@ UNIT = "nats"
 
 
 @functools.cache
-def images() -> tuple[Examples, Examples]:
+def load_images() -> tuple[Examples, Examples]:
     """Returns training and held-out images, float32[images, 8, 8, 1] in [0, 1], with labels."""
     from sklearn.datasets import load_digits
 
@@ -41,32 +41,32 @@ def images() -> tuple[Examples, Examples]:
     inputs = (pixels / DEEPEST).astype(np.float32).reshape(-1, SIDE, SIDE, 1)
     # Images are sorted by writer. With separate writers, the held-out loss would soon stagnate.
     order = np.random.default_rng(0).permutation(len(labels))
-    whole = Examples(jnp.asarray(inputs[order]), jnp.asarray(labels[order], np.int32))
+    examples = Examples(jnp.asarray(inputs[order]), jnp.asarray(labels[order], np.int32))
     cut = round(len(labels) * (1 - HELD_OUT_SHARE))
-    return Examples(*(x[:cut] for x in whole)), Examples(*(x[cut:] for x in whole))
+    return Examples(*(x[:cut] for x in examples)), Examples(*(x[cut:] for x in examples))
 
 
 @functools.cache
-def conv(size: int = BATCH) -> Task:
+def build_conv(size: int = BATCH) -> Task:
     """Returns the task with five convolutions, a linear layer, and batches of `size`."""
-    return task(_initial_conv, _logits_of_conv, size, ("adamw", "sgd"))
+    return build_task(_draw_conv_params, _compute_conv_logits, size, ("adamw", "sgd"))
 
 
-def _initial_conv(key: Array) -> Params:
+def _draw_conv_params(key: Array) -> Params:
     keys = iter(jax.random.split(key, len(LAYERS) + 1))
-    kernels, before, side = [], 1, SIDE
+    kernels, channels_in, side = [], 1, SIDE
     for channels, stride in LAYERS:
-        kernels.append(_of_variance(2.0, next(keys), (KERNEL, KERNEL, before, channels)))
-        before, side = channels, side // stride
+        kernels.append(_draw_normal(2.0, next(keys), (KERNEL, KERNEL, channels_in, channels)))
+        channels_in, side = channels, side // stride
     return {
         "kernels": kernels,
         "biases": [jnp.zeros(channels) for channels, _ in LAYERS],
-        "head": _of_variance(1.0, next(keys), (side * side * before, DIGITS)),
+        "head": _draw_normal(1.0, next(keys), (side * side * channels_in, DIGITS)),
         "head_bias": jnp.zeros(DIGITS),
     }
 
 
-def _of_variance(variance: float, key: Array, shape: tuple[int, ...]) -> Array:
+def _draw_normal(variance: float, key: Array, shape: tuple[int, ...]) -> Array:
     """Draws normal numbers with this variance divided by the fan-in.
 
     The truncated initializers of JAX take several times as long to compile.
@@ -74,65 +74,67 @@ def _of_variance(variance: float, key: Array, shape: tuple[int, ...]) -> Array:
     return (variance / math.prod(shape[:-1])) ** 0.5 * jax.random.normal(key, shape)
 
 
-def _logits_of_conv(params: Params, x: Array) -> Array:
+def _compute_conv_logits(params: Params, x: Array) -> Array:
     for kernel, bias, (_, stride) in zip(params["kernels"], params["biases"], LAYERS, strict=True):
-        x = jax.nn.relu(_convolved(x, kernel, stride) + bias)
+        x = jax.nn.relu(_convolve(x, kernel, stride) + bias)
     return x.reshape(len(x), -1) @ params["head"] + params["head_bias"]
 
 
-def _convolved(x: Array, kernel: Array, stride: int) -> Array:
+def _convolve(x: Array, kernel: Array, stride: int) -> Array:
     """Convolves with padding 1 as a single matrix product.
 
     This is many times faster than `jax.lax.conv_general_dilated` on a CPU core.
     """
     side = x.shape[1]
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    places = [slice(i, i + side, stride) for i in range(KERNEL)]
-    patches = jnp.concatenate([x[:, i, j] for i in places for j in places], -1)
+    slices = [slice(i, i + side, stride) for i in range(KERNEL)]
+    patches = jnp.concatenate([x[:, i, j] for i in slices for j in slices], -1)
     return patches @ kernel.reshape(-1, kernel.shape[-1])
 
 
 @functools.cache
-def private() -> Task:
+def build_private() -> Task:
     """Returns the task with one hidden layer and differentially private training."""
-    return task(_initial_private, _logits_of_private, PRIVATE_BATCH, ("adamw",), NOISE)
+    return build_task(
+        _draw_private_params, _compute_private_logits, PRIVATE_BATCH, ("adamw",), NOISE
+    )
 
 
-def _initial_private(key: Array) -> Params:
+def _draw_private_params(key: Array) -> Params:
     first, second = jax.random.split(key)
     return {
-        "hidden": _of_variance(2.0, first, (SIDE * SIDE, HIDDEN)),
+        "hidden": _draw_normal(2.0, first, (SIDE * SIDE, HIDDEN)),
         "hidden_bias": jnp.zeros(HIDDEN),
-        "head": _of_variance(1.0, second, (HIDDEN, DIGITS)),
+        "head": _draw_normal(1.0, second, (HIDDEN, DIGITS)),
         "head_bias": jnp.zeros(DIGITS),
     }
 
 
-def _logits_of_private(params: Params, x: Array) -> Array:
+def _compute_private_logits(params: Params, x: Array) -> Array:
     x = jax.nn.relu(x.reshape(len(x), -1) @ params["hidden"] + params["hidden_bias"])
     return x @ params["head"] + params["head_bias"]
 
 
-def _cross_entropy(told: Array, examples: Examples) -> Array:
-    return optax.softmax_cross_entropy_with_integer_labels(told, examples.labels)
+def _compute_cross_entropy(logits: Array, examples: Examples) -> Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, examples.labels)
 
 
-def task(
+def build_task(
     initial: Callable[[Array], Params],
     logits: Callable[[Params, Array], Array],
     size: int,
     optimizers: tuple[str, ...],
     noise: float | None = None,
-    cost: Callable[[Array, Examples], Array] = _cross_entropy,
+    cost: Callable[[Array, Examples], Array] = _compute_cross_entropy,
 ) -> Task:
     """Builds a task from functions that draw parameters and compute logits and costs."""
-    train, held_out = images()
+    train, held_out = load_images()
 
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:
-        of_images, of_labels = jax.random.split(key)
-        chosen = jax.random.randint(of_images, (size,), 0, len(train.labels))
+        image_key, label_key = jax.random.split(key)
+        chosen = jax.random.randint(image_key, (size,), 0, len(train.labels))
         examples = jax.tree.map(lambda x: x[chosen], train)
-        return scrambled(examples, of_labels, is_bad, DIGITS)
+        return scramble(examples, label_key, is_bad, DIGITS)
 
     def losses(params: Params, examples: Examples) -> Array:
         return cost(logits(params, examples.inputs), examples)

@@ -19,7 +19,7 @@ class Examples(NamedTuple):
     labels: Array
 
 
-def scrambled(examples: Examples, key: Array, is_bad: Array, labels: int) -> Examples:
+def scramble(examples: Examples, key: Array, is_bad: Array, labels: int) -> Examples:
     """Replaces the labels of bad batches by random labels below `labels`."""
-    drawn = jax.random.randint(key, examples.labels.shape, 0, labels)
-    return examples._replace(labels=jnp.where(is_bad, drawn, examples.labels))
+    random_labels = jax.random.randint(key, examples.labels.shape, 0, labels)
+    return examples._replace(labels=jnp.where(is_bad, random_labels, examples.labels))

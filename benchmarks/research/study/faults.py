@@ -57,43 +57,45 @@ class Faults(NamedTuple):
     onset: Array
 
 
-def drawn(fault: Array, key: Array, steps: int) -> Faults:
+def draw(fault: Array, key: Array, steps: int) -> Faults:
     """Draws the faults of a run from the number of its fault, int32[]."""
     spikes, scrambled, nans = jax.random.split(key, 3)
     step = jnp.arange(steps)
     middle = steps // 2
     is_late = step >= middle
     in_stretch = is_late & (step < middle + math.ceil(STRETCH * steps))
-    is_spike = _one_in(SPIKE_EVERY, spikes, steps)
-    is_nan = _one_in(NAN_EVERY, nans, steps)
+    is_spike = _select_one_in(SPIKE_EVERY, spikes, steps)
+    is_nan = _select_one_in(NAN_EVERY, nans, steps)
     at_random = jax.random.bernoulli(scrambled, SCRAMBLED, (steps,))
-    nothing = jnp.zeros(steps, bool)
-    of_each = {
-        "spike": (is_spike, nothing),
-        "tails": (nothing, at_random),
-        "jump": (is_late, nothing),
-        "stretch": (nothing, in_stretch),
+    no_steps = jnp.zeros(steps, bool)
+    masks = {
+        "spike": (is_spike, no_steps),
+        "tails": (no_steps, at_random),
+        "jump": (is_late, no_steps),
+        "stretch": (no_steps, in_stretch),
     }
-    each = [of_each.get(name, (nothing, nothing)) for name in NUMBERS]
+    each = [masks.get(name, (no_steps, no_steps)) for name in NUMBERS]
     is_larger, is_scrambled = (jnp.stack(rows)[fault] for rows in zip(*each, strict=True))
     is_nan &= fault == NUMBERS["nan"]
-    by = jnp.where(fault == NUMBERS["spike"], SPIKE, JUMP)
+    large_factor = jnp.where(fault == NUMBERS["spike"], SPIKE, JUMP)
     is_bad = is_larger | is_scrambled | is_nan
     has_onset = is_bad.any() & (fault != NUMBERS["tails"])
     onset = jnp.where(has_onset, jnp.argmax(is_bad), -1)
     scale = jnp.array([SCALES.get(name, 1.0) for name in NUMBERS])[fault]
     is_low = (fault == NUMBERS["late rate"]) & (step < LATE * steps)
     rate = jnp.where(is_low, EARLY_SHARE, 1.0)
-    return Faults(scale * jnp.where(is_larger, by, 1.0), is_scrambled, is_nan, rate, scale, onset)
+    return Faults(
+        scale * jnp.where(is_larger, large_factor, 1.0), is_scrambled, is_nan, rate, scale, onset
+    )
 
 
-def weights(factor: Array, is_nan: Array, examples: int) -> Array:
+def compute_weights(factor: Array, is_nan: Array, examples: int) -> Array:
     """Returns the weights of a step, float32[examples]. A microbatch has every fourth example."""
     is_of_first = jnp.arange(examples) % MICROBATCHES == 0
     return jnp.where(is_nan & is_of_first, jnp.nan, factor)
 
 
-def _one_in(every: int, key: Array, steps: int) -> Array:
+def _select_one_in(every: int, key: Array, steps: int) -> Array:
     """Selects a step in the middle half of every `every` steps, so that runs can recover."""
     blocks = max(1, steps // every)
     size = steps // blocks

@@ -9,7 +9,7 @@ from scipy import stats
 
 LEVEL = 0.95
 RESAMPLES = 2000
-MOST_SIGNS = 20
+MAX_DIFFERENCES = 20
 """The maximum number of differences for which all signs are enumerated."""
 
 
@@ -21,7 +21,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def interval(values: np.ndarray) -> Interval:
+def compute_interval(values: np.ndarray) -> Interval:
     """Computes the mean of `values` [n] with a bootstrap interval of `LEVEL`.
 
     Percentile intervals are too narrow for few values. They are expanded so that they match
@@ -36,8 +36,8 @@ def interval(values: np.ndarray) -> Interval:
     mean = float(np.mean(values))
     if np.ptp(values) == 0:
         return Interval(mean, mean, mean)
-    wider = np.sqrt(count / (count - 1)) * stats.t.ppf((1 + LEVEL) / 2, count - 1)
-    level = min(2 * stats.norm.cdf(wider) - 1, 1 - 1 / RESAMPLES)
+    factor = np.sqrt(count / (count - 1)) * stats.t.ppf((1 + LEVEL) / 2, count - 1)
+    level = min(2 * stats.norm.cdf(factor) - 1, 1 - 1 / RESAMPLES)
     found = stats.bootstrap(
         (values,),
         np.mean,
@@ -49,7 +49,7 @@ def interval(values: np.ndarray) -> Interval:
     return Interval(mean, float(found.low), float(found.high))
 
 
-def sign_flip(differences: np.ndarray) -> float:
+def run_sign_test(differences: np.ndarray) -> float:
     """Computes the exact p-value of a sign-flip test that the mean is 0.
 
     All signs of `differences` [n] are enumerated. The smallest p-value is 2 / 2**n.
@@ -58,21 +58,21 @@ def sign_flip(differences: np.ndarray) -> float:
       ValueError: If there are more than `MOST_SIGNS` differences.
     """
     count = len(differences)
-    if count > MOST_SIGNS:
-        raise ValueError(f"differences must be at most {MOST_SIGNS}, got {count}")
-    sums = np.abs(_signs(count) @ differences)
+    if count > MAX_DIFFERENCES:
+        raise ValueError(f"differences must be at most {MAX_DIFFERENCES}, got {count}")
+    sums = np.abs(_enumerate_signs(count) @ differences)
     least = abs(np.sum(differences))
     return float(np.mean(sums >= least - 1e-9 * np.sum(np.abs(differences))))
 
 
 @functools.cache
-def _signs(count: int) -> np.ndarray:
+def _enumerate_signs(count: int) -> np.ndarray:
     """Returns all signs, [2**count, count]."""
     bits = np.arange(2**count)[:, None] >> np.arange(count)
     return np.where(bits & 1, -1.0, 1.0)
 
 
-def holm(chances: Sequence[float]) -> list[float]:
+def correct_chances(chances: Sequence[float]) -> list[float]:
     """Corrects p-values for multiple comparisons.
 
     The probability of any false rejection at 0.05 is at most 0.05 (Holm, 1979, "A simple

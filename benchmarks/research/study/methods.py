@@ -70,7 +70,7 @@ class Watched(NamedTuple):
     changed: Array
 
 
-def watched(stage: Step) -> Step:
+def count_changes(stage: Step) -> Step:
     """Wraps a stage and counts the steps that it changes, where NaN equals NaN."""
     stage = optax.with_extra_args_support(stage)
 
@@ -96,7 +96,7 @@ COUNTERS: dict[type, Callable[[Any], Array]] = {
 """Functions that return the number of changed steps from a state, or -1 if unknown."""
 
 
-def steps_changed(state: Any) -> Array:
+def get_num_changed(state: Any) -> Array:
     """Returns the number of steps that the method changed, int32[], or -1 if unknown.
 
     Stages in a skip take precedence over the skip.
@@ -112,31 +112,31 @@ def steps_changed(state: Any) -> Array:
     return jnp.zeros((), jnp.int32)
 
 
-def _front(stage: Callable[[Array], Step]) -> Make:
+def _prepend_clip(stage: Callable[[Array], Step]) -> Make:
     """Adds a stage with a threshold before the optimizer."""
-    return lambda of: chain(of, watched(stage(of.threshold)))
+    return lambda setting: chain(setting, count_changes(stage(setting.threshold)))
 
 
-def chain(of: Setting, stage: Step) -> Step:
+def chain(setting: Setting, stage: Step) -> Step:
     """Chains a stage and the optimizer."""
-    return optax.chain(stage, of.direction, of.finish)
+    return optax.chain(stage, setting.direction, setting.finish)
 
 
-def before(stage: Callable[[], Step]) -> Make:
-    return _front(lambda threshold: stage())
+def prepend(stage: Callable[[], Step]) -> Make:
+    return _prepend_clip(lambda threshold: stage())
 
 
-def _behind(stage: Callable[[], Step]) -> Make:
+def _append(stage: Callable[[], Step]) -> Make:
     """Adds a stage between the direction and the learning rate."""
-    return lambda of: optax.chain(of.direction, watched(stage()), of.finish)
+    return lambda setting: optax.chain(setting.direction, count_changes(stage()), setting.finish)
 
 
-def _around(wrap: Callable[[Step], Step]) -> Make:
-    return lambda of: wrap(_plain(of))
+def _wrap_optimizer(wrap: Callable[[Step], Step]) -> Make:
+    return lambda setting: wrap(_chain_plain(setting))
 
 
-def _plain(of: Setting) -> Step:
-    return optax.chain(of.direction, of.finish)
+def _chain_plain(setting: Setting) -> Step:
+    return optax.chain(setting.direction, setting.finish)
 
 
 def _skip(inner: Step) -> Step:
@@ -144,114 +144,120 @@ def _skip(inner: Step) -> Step:
     return optaxclip.skip_above(inner, rule, loss_threshold=rule)
 
 
-def _stable_adam(of: Setting) -> Step:
-    return optax.chain(optaxclip.scale_by_stable_adam(b2=0.999), of.finish)
+def _chain_stable_adam(setting: Setting) -> Step:
+    return optax.chain(optaxclip.scale_by_stable_adam(b2=0.999), setting.finish)
 
 
-def _but_the_head(params: Any) -> Any:
+def _exclude_head(params: Any) -> Any:
     return jax.tree.map_with_path(lambda path, _: "head" not in jax.tree_util.keystr(path), params)
 
 
-def _stable_spam() -> Step:
+def _chain_stable_spam() -> Step:
     return optax.chain(optaxclip.clip_by_moving_max(), optaxclip.normalize_by_norm_history())
 
 
-def _autoclip(percentile: float, only: tuple[str, ...] = ()) -> Method:
+def _build_autoclip(percentile: float, only: tuple[str, ...] = ()) -> Method:
     clip = functools.partial(optaxclip.autoclip, percentile)
-    return Method(before(clip), only=only)
+    return Method(prepend(clip), only=only)
 
 
 METHODS: dict[str, Method] = {
-    "none": Method(_plain),
+    "none": Method(_chain_plain),
     "constant (best)": Method(
-        _front(optaxclip.clip_by_global_norm),
+        _prepend_clip(optaxclip.clip_by_global_norm),
         "best",
     ),
     "constant (suggest)": Method(
-        _front(optaxclip.clip_by_global_norm),
+        _prepend_clip(optaxclip.clip_by_global_norm),
         "suggest",
     ),
     "constant, zero": Method(
-        _front(functools.partial(optaxclip.clip_by_global_norm, nonfinite="zero")),
+        _prepend_clip(functools.partial(optaxclip.clip_by_global_norm, nonfinite="zero")),
         "suggest",
     ),
     "block RMS": Method(
-        _behind(lambda: optaxclip.clip_by_block_rms(1.0)),
+        _append(lambda: optaxclip.clip_by_block_rms(1.0)),
     ),
-    "AGC": Method(before(lambda: optaxclip.adaptive_grad_clip(0.01))),
+    "AGC": Method(prepend(lambda: optaxclip.adaptive_grad_clip(0.01))),
     "AGC (paper)": Method(
-        before(lambda: optax.masked(optaxclip.adaptive_grad_clip(0.16), _but_the_head)),
+        prepend(lambda: optax.masked(optaxclip.adaptive_grad_clip(0.16), _exclude_head)),
     ),
-    "AutoClip": Method(before(optaxclip.autoclip)),
-    "AutoClip 1": _autoclip(1.0, only=("adamw",)),
-    "AutoClip 25": _autoclip(25.0, only=("adamw",)),
-    "AutoClip 50": _autoclip(50.0, only=("adamw",)),
-    "AutoClip 90": _autoclip(90.0),
-    "ZClip": Method(before(optaxclip.zclip)),
+    "AutoClip": Method(prepend(optaxclip.autoclip)),
+    "AutoClip 1": _build_autoclip(1.0, only=("adamw",)),
+    "AutoClip 25": _build_autoclip(25.0, only=("adamw",)),
+    "AutoClip 50": _build_autoclip(50.0, only=("adamw",)),
+    "AutoClip 90": _build_autoclip(90.0),
+    "ZClip": Method(prepend(optaxclip.zclip)),
     "ZClip (paper)": Method(
-        before(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0)),
+        prepend(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0)),
     ),
-    "quantile": Method(before(optaxclip.clip_by_quantile)),
-    "median": Method(before(optaxclip.clip_by_median_norm)),
-    "window": Method(before(optaxclip.clip_by_window_norm)),
+    "quantile": Method(prepend(optaxclip.clip_by_quantile)),
+    "median": Method(prepend(optaxclip.clip_by_median_norm)),
+    "window": Method(prepend(optaxclip.clip_by_window_norm)),
     "log tracker": Method(
-        before(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker())),
+        prepend(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker())),
     ),
     "AdaGC": Method(
-        before(lambda: optaxclip.adagc(lambda_rel=1.05, beta=0.98, patience=None)),
+        prepend(lambda: optaxclip.adagc(lambda_rel=1.05, beta=0.98, patience=None)),
     ),
-    "AdaGC (final)": Method(before(lambda: optaxclip.adagc(patience=None))),
-    "EMA": Method(before(optaxclip.clip_by_ema_norm)),
-    "moving max": Method(before(optaxclip.clip_by_moving_max)),
-    "second moment": Method(before(optaxclip.clip_by_second_moment)),
-    "Stable-SPAM": Method(before(_stable_spam)),
-    "stable Adam": Method(_stable_adam, only=("adamw",)),
-    "normalize": Method(before(optaxclip.normalize_by_global_norm)),
-    "normalize by history": Method(before(optaxclip.normalize_by_norm_history)),
-    "spectral": Method(before(lambda: optaxclip.clip_by_spectral_norm(1.0))),
-    "skip non-finite": Method(_around(optaxclip.skip_nonfinite)),
-    "skip above": Method(_around(_skip)),
-    "microbatches": Method(_plain, microbatches=True),
+    "AdaGC (final)": Method(prepend(lambda: optaxclip.adagc(patience=None))),
+    "EMA": Method(prepend(optaxclip.clip_by_ema_norm)),
+    "moving max": Method(prepend(optaxclip.clip_by_moving_max)),
+    "second moment": Method(prepend(optaxclip.clip_by_second_moment)),
+    "Stable-SPAM": Method(prepend(_chain_stable_spam)),
+    "stable Adam": Method(_chain_stable_adam, only=("adamw",)),
+    "normalize": Method(prepend(optaxclip.normalize_by_global_norm)),
+    "normalize by history": Method(prepend(optaxclip.normalize_by_norm_history)),
+    "spectral": Method(prepend(lambda: optaxclip.clip_by_spectral_norm(1.0))),
+    "skip non-finite": Method(_wrap_optimizer(optaxclip.skip_nonfinite)),
+    "skip above": Method(_wrap_optimizer(_skip)),
+    "microbatches": Method(_chain_plain, microbatches=True),
     "microbatches, clipped": Method(
-        _plain,
+        _chain_plain,
         "suggest",
         microbatches=True,
     ),
 }
 
 
-def _aggregate(of: Setting, threshold: Any, **options: Any) -> Step:
-    return optaxclip.per_example_clip_and_aggregate(threshold, of.noise, of.key, **options)
+def _aggregate(setting: Setting, threshold: Any, **options: Any) -> Step:
+    return optaxclip.per_example_clip_and_aggregate(
+        threshold, setting.noise, setting.key, **options
+    )
 
 
-def _of_examples(
-    threshold: Callable[[Setting], Any] = lambda of: of.threshold, **options: Any
+def _clip_examples(
+    threshold: Callable[[Setting], Any] = lambda setting: setting.threshold, **options: Any
 ) -> Make:
     """Clips examples, sums them and adds noise before the optimizer."""
-    return lambda of: optax.chain(_aggregate(of, threshold(of), **options), _plain(of))
+    return lambda setting: optax.chain(
+        _aggregate(setting, threshold(setting), **options), _chain_plain(setting)
+    )
 
 
-def _behind_noise(stage: Callable[[], Step]) -> Make:
-    return lambda of: optax.chain(_aggregate(of, of.threshold), watched(stage()), _plain(of))
+def _clip_after_noise(stage: Callable[[], Step]) -> Make:
+    return lambda setting: optax.chain(
+        _aggregate(setting, setting.threshold), count_changes(stage()), _chain_plain(setting)
+    )
 
 
-def _quantile(of: Setting) -> Any:
-    return per_example.quantile_threshold(count_noise=of.examples / 20)
+def _build_quantile(setting: Setting) -> Any:
+    return per_example.quantile_threshold(count_noise=setting.examples / 20)
 
 
-def _mean(of: Setting) -> Step:
+def _average_examples(setting: Setting) -> Step:
     mean = optax.stateless(lambda updates, _: jax.tree.map(lambda x: jnp.mean(x, 0), updates))
-    return optax.chain(mean, _plain(of))
+    return optax.chain(mean, _chain_plain(setting))
 
 
 PRIVATE: dict[str, Method] = {
-    "none": Method(_mean),
-    "constant (best)": Method(_of_examples(), "best"),
-    "quantile": Method(_of_examples(_quantile)),
-    "normalize": Method(_of_examples(response="smooth"), "best"),
-    "constant, leaf by leaf": Method(_of_examples(scope=scopes.leaf()), "best"),
-    "constant, ZClip": Method(_behind_noise(optaxclip.zclip), "best"),
-    "constant, AutoClip": Method(_behind_noise(optaxclip.autoclip), "best"),
+    "none": Method(_average_examples),
+    "constant (best)": Method(_clip_examples(), "best"),
+    "quantile": Method(_clip_examples(_build_quantile)),
+    "normalize": Method(_clip_examples(response="smooth"), "best"),
+    "constant, leaf by leaf": Method(_clip_examples(scope=scopes.leaf()), "best"),
+    "constant, ZClip": Method(_clip_after_noise(optaxclip.zclip), "best"),
+    "constant, AutoClip": Method(_clip_after_noise(optaxclip.autoclip), "best"),
 }
 """The methods of the private task. All but the first clip examples and add noise."""
 

@@ -27,33 +27,33 @@ class Optimizer(NamedTuple):
     share: optax.Schedule
 
 
-NOT_MUONS = ("embedding", "positions", "head", "gain", "bias")
+ADAM_LEAVES = ("embedding", "positions", "head", "gain", "bias")
 """Parts of the names of leaves that Adam trains."""
 
 
-def _matrices(params: Any) -> Any:
+def _get_matrix_axes(params: Any) -> Any:
     """Returns Muon's row and column axes for all leaves, or None for leaves that Adam trains.
 
     The rows are all axes but the last. The first axis of leaves in `layers` is a batch axis.
     """
 
-    def numbers(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
+    def get_dimension_numbers(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
         names = [str(getattr(key, "key", "")) for key in path]
         rows = tuple(range("layers" in names, jnp.ndim(leaf) - 1))
-        if not rows or any(part in name for part in NOT_MUONS for name in names):
+        if not rows or any(part in name for part in ADAM_LEAVES for name in names):
             return None
         return optax.contrib.MuonDimensionNumbers(rows, -1)
 
-    return jax.tree.map_with_path(numbers, params)
+    return jax.tree.map_with_path(get_dimension_numbers, params)
 
 
-def _muon() -> optax.GradientTransformation:
+def _build_muon() -> optax.GradientTransformation:
     """Returns Muon with steps as large as Adam's, so that all leaves share a learning rate."""
-    sizes = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": _matrices}
+    sizes = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": _get_matrix_axes}
     return optax.chain(optax.contrib.muon(1.0, **sizes), optax.scale(-1.0))
 
 
-def _adafactor() -> optax.GradientTransformation:
+def _build_adafactor() -> optax.GradientTransformation:
     """Returns Adafactor with Optax's defaults, but factors small matrices too."""
     return optax.chain(optax.adafactor(1.0, min_dim_size_to_factor=8), optax.scale(-1.0))
 
@@ -61,14 +61,14 @@ def _adafactor() -> optax.GradientTransformation:
 DIRECTIONS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": optax.scale_by_adam,
     "sgd": lambda: optax.trace(MOMENTUM),
-    "muon": _muon,
+    "muon": _build_muon,
     "lion": optax.scale_by_lion,
-    "adafactor": _adafactor,
+    "adafactor": _build_adafactor,
 }
 """The directions by name, with Optax's defaults except for SGD."""
 
 
-def optimizer(name: str, rate: Array, steps: int) -> Optimizer:
+def build_optimizer(name: str, rate: Array, steps: int) -> Optimizer:
     """Builds an optimizer with a warm-up, a constant phase, and a decay to 0.
 
     Args:

@@ -65,7 +65,7 @@ BATCHES, ON_BATCHES = (16, 128), ("none", "AGC", "AGC (paper)")
 RATES_OF_BATCHES = 2.0 ** np.arange(-7, 1)
 
 
-class OfBatches(NamedTuple):
+class BatchCell(NamedTuple):
     """A program for the claim of AGC that large batches and learning rates need it.
 
     Attributes:
@@ -107,7 +107,7 @@ class Found(NamedTuple):
     suggested: float
 
 
-def final(held_out: np.ndarray) -> np.ndarray:
+def get_final_losses(held_out: np.ndarray) -> np.ndarray:
     """Returns the final losses of runs [..., evaluations], or the initial losses of lost runs."""
     return np.where(is_lost(held_out), held_out[..., 0], curves.average_last(held_out))
 
@@ -117,14 +117,14 @@ def is_lost(held_out: np.ndarray) -> np.ndarray:
     return ~(curves.average_last(held_out) < held_out[..., 0])
 
 
-def edge(rates: np.ndarray, losses: np.ndarray, start: float) -> float:
+def find_edge(rates: np.ndarray, losses: np.ndarray, start: float) -> float:
     """Returns the largest rate whose loss is nearly as low as the lowest loss."""
     best = losses.min()
     is_near = losses <= best + NEAR * (start - best)
     return float(rates[is_near].max())
 
 
-def conditions(effort: Effort, best_rate: str | None = None) -> list[tuple[str, str, int]]:
+def list_conditions(effort: Effort, best_rate: str | None = None) -> list[tuple[str, str, int]]:
     """Returns the rates, faults and seeds of the runs of a cell.
 
     Without `best_rate`, returns runs without a fault at all rates. Otherwise, returns runs with
@@ -137,13 +137,13 @@ def conditions(effort: Effort, best_rate: str | None = None) -> list[tuple[str, 
     return [(*pair, seed) for pair in pairs for seed in effort.reported]
 
 
-def runs(of: Cell | OfBatches, effort: Effort) -> int:
+def count_runs(cell: Cell | BatchCell, effort: Effort) -> int:
     """Returns the number of runs of a cell."""
-    if isinstance(of, OfBatches):
+    if isinstance(cell, BatchCell):
         return len(RATES_OF_BATCHES) * effort.seeds
-    return len(conditions(effort)) + len(conditions(effort, "edge"))
+    return len(list_conditions(effort)) + len(list_conditions(effort, "edge"))
 
 
-def settings(effort: Effort) -> dict[str, Any]:
+def get_settings(effort: Effort) -> dict[str, Any]:
     """Returns the settings that files of the same study share."""
     return {**effort._asdict(), "rates": RATES, "faults": list(FAULTS)}

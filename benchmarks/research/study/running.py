@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.research.study import cell, digits, plan
 from benchmarks.research.study.faults import NUMBERS
 from benchmarks.research.study.methods import Method
-from benchmarks.research.study.plan import Cell, Effort, Found, OfBatches
-from benchmarks.research.study.tables import methods_for
+from benchmarks.research.study.plan import BatchCell, Cell, Effort, Found
+from benchmarks.research.study.tables import select_methods
 from benchmarks.research.study.task import Task
 from benchmarks.research.study.tasks import TASKS
 from optaxclip import tuning
@@ -37,13 +37,18 @@ class Runner:
     """Runs the program of a cell."""
 
     def __init__(
-        self, task: Task, optimizer: str, method: Method, effort: Effort, at_once: bool = False
+        self,
+        task: Task,
+        optimizer: str,
+        method: Method,
+        effort: Effort,
+        use_vmap: bool = False,
     ):
         self.chunk = effort.chunk
-        self.begin, begin = _beginning(task, effort)
+        self.begin, begin = _compile_begin(task, effort)
         real = jax.ShapeDtypeStruct((self.chunk,), jnp.float32)
         runs = cell.Runs(begin, real, real)
-        program = cell.program(task, optimizer, method, effort.steps, effort.every, at_once)
+        program = cell.build_program(task, optimizer, method, effort.steps, effort.every, use_vmap)
         self.program = program.lower(runs).compile()
 
     def __call__(
@@ -68,10 +73,10 @@ class Runner:
 
 
 @functools.cache
-def _beginning(task: Task, effort: Effort) -> tuple[Any, Any]:
+def _compile_begin(task: Task, effort: Effort) -> tuple[Any, Any]:
     """Compiles the function that draws starts, and returns it with its result shapes."""
     number = jax.ShapeDtypeStruct((effort.chunk,), jnp.int32)
-    begin = cell.beginning(task, effort.steps)
+    begin = cell.build_begin(task, effort.steps)
     compiled = begin.lower(number, number).compile()
     return compiled, jax.eval_shape(begin, number, number)
 
@@ -79,13 +84,13 @@ def _beginning(task: Task, effort: Effort) -> tuple[Any, Any]:
 def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
     """Determines the edge of the learning rate and the norms there without clipping."""
     task, grid = TASKS[task_name](), plan.GRID[optimizer]
-    method = methods_for(task.noise is not None, optimizer)["none"]
+    method = select_methods(task.noise is not None, optimizer)["none"]
     runner = Runner(task, optimizer, method, effort)
     seeds = effort.finding
     rates = np.repeat(grid, len(seeds))
     outcome, _ = runner(rates, ["none"] * len(rates), seeds * len(grid), 0.0)
-    losses = plan.final(outcome.held_out).reshape(len(grid), -1).mean(-1)
-    edge = plan.edge(grid, losses, outcome.held_out[:, 0].mean())
+    losses = plan.get_final_losses(outcome.held_out).reshape(len(grid), -1).mean(-1)
+    edge = plan.find_edge(grid, losses, outcome.held_out[:, 0].mean())
     norms = outcome.norms[np.flatnonzero(rates == edge)[0]]
     norms = norms / np.sqrt(1 if task.noise is None else task.examples)
     with warnings.catch_warnings():
@@ -96,60 +101,62 @@ def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
     return Found(edge, by_rate, float(np.median(norms)), float(suggested))
 
 
-def run_cell(of: Cell, found: Found, effort: Effort) -> list[Row]:
+def run_cell(cell_key: Cell, found: Found, effort: Effort) -> list[Row]:
     """Returns the rows of runs without a fault at all rates, and with faults at the best rate."""
-    task = TASKS[of.task]()
-    method = methods_for(task.noise is not None, of.optimizer)[of.method]
-    runner = Runner(task, of.optimizer, method, effort)
+    task = TASKS[cell_key.task]()
+    method = select_methods(task.noise is not None, cell_key.optimizer)[cell_key.method]
+    runner = Runner(task, cell_key.optimizer, method, effort)
     threshold = found.suggested if method.threshold == "suggest" else None
     if method.threshold == "best":
-        threshold = _best_threshold(runner, found, effort)
-    calm = plan.conditions(effort)
-    rows = _rows(of, runner, calm, found, threshold, effort)
+        threshold = _find_best_threshold(runner, found, effort)
+    clean_conditions = plan.list_conditions(effort)
+    rows = _run_conditions(cell_key, runner, clean_conditions, found, threshold, effort)
     losses = {rate: [] for rate in plan.RATES}
-    for row, (rate, _, _) in zip(rows, calm, strict=True):
-        losses[rate].append(plan.final(np.array(row["held_out"], float)))
+    for row, (rate, _, _) in zip(rows, clean_conditions, strict=True):
+        losses[rate].append(plan.get_final_losses(np.array(row["held_out"], float)))
     best = min(losses, key=lambda rate: np.mean(losses[rate]))
-    rows += _rows(of, runner, plan.conditions(effort, best), found, threshold, effort)
+    rows += _run_conditions(
+        cell_key, runner, plan.list_conditions(effort, best), found, threshold, effort
+    )
     jax.clear_caches()
     return rows
 
 
-def run_batches(of: OfBatches, effort: Effort) -> list[Row]:
+def run_batches(cell_key: BatchCell, effort: Effort) -> list[Row]:
     """Returns the rows of all learning rates and seeds for a batch size and method."""
-    grid, method = plan.RATES_OF_BATCHES, methods_for(False, "sgd")[of.clip]
-    runner = Runner(digits.conv(of.batch), "sgd", method, effort)
-    each = [(float(rate), seed) for rate in grid for seed in effort.reported]
-    rates, seeds = zip(*each, strict=True)
+    grid, method = plan.RATES_OF_BATCHES, select_methods(False, "sgd")[cell_key.clip]
+    runner = Runner(digits.build_conv(cell_key.batch), "sgd", method, effort)
+    conditions = [(float(rate), seed) for rate in grid for seed in effort.reported]
+    rates, seeds = zip(*conditions, strict=True)
     outcome, _ = runner(rates, ["none"] * len(seeds), seeds, 0.0)
     jax.clear_caches()
-    of_each = zip(each, outcome.held_out, strict=True)
+    thresholds_of_runs = zip(conditions, outcome.held_out, strict=True)
     return [
         {
-            **of._asdict(),
+            **cell_key._asdict(),
             "learning_rate": rate,
             "seed": seed,
-            "held_out": [_number(x) for x in held_out],
+            "held_out": [_convert_number(x) for x in held_out],
         }
-        for (rate, seed), held_out in of_each
+        for (rate, seed), held_out in thresholds_of_runs
     ]
 
 
-def _best_threshold(runner: Runner, found: Found, effort: Effort) -> float:
+def _find_best_threshold(runner: Runner, found: Found, effort: Effort) -> float:
     """Returns the constant with the lowest mean loss at the edge over faults."""
     thresholds = found.norm * plan.THRESHOLDS
     seeds = effort.finding
-    each = [
+    conditions = [
         (threshold, fault, seed) for threshold in thresholds for fault in SWEPT for seed in seeds
     ]
-    of_each, faults, seeds = zip(*each, strict=True)
-    outcome, _ = runner(found.edge, faults, seeds, of_each)
-    losses = plan.final(outcome.held_out).reshape(len(thresholds), -1).mean(-1)
+    thresholds_of_runs, faults, seeds = zip(*conditions, strict=True)
+    outcome, _ = runner(found.edge, faults, seeds, thresholds_of_runs)
+    losses = plan.get_final_losses(outcome.held_out).reshape(len(thresholds), -1).mean(-1)
     return float(thresholds[np.argmin(losses)])
 
 
-def _rows(
-    of: Cell,
+def _run_conditions(
+    cell_key: Cell,
     runner: Runner,
     conditions: Sequence[tuple[str, str, int]],
     found: Found,
@@ -164,13 +171,13 @@ def _rows(
         changed, onset = int(outcome.changed[i]), int(outcome.onset[i])
         rows.append(
             {
-                **of._asdict(),
+                **cell_key._asdict(),
                 "rate": rate,
                 "learning_rate": values[i],
                 "fault": fault,
                 "seed": seed,
                 "threshold": threshold,
-                "held_out": [_number(x) for x in outcome.held_out[i]],
+                "held_out": [_convert_number(x) for x in outcome.held_out[i]],
                 "clipped": None if changed < 0 else changed / effort.steps,
                 "onset": None if onset < 0 else onset,
                 "every": effort.every,
@@ -180,5 +187,5 @@ def _rows(
     return rows
 
 
-def _number(x: Any) -> float | None:
+def _convert_number(x: Any) -> float | None:
     return round(float(x), 4) if np.isfinite(x) else None

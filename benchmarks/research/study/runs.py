@@ -69,7 +69,7 @@ class Cell(NamedTuple):
     @property
     def end(self) -> np.ndarray:
         """Returns the final losses, [n], or the initial losses for lost runs."""
-        return plan.final(self.held_out)
+        return plan.get_final_losses(self.held_out)
 
     def steps_to_recover(self, margin: float) -> np.ndarray | None:
         """Returns the recovery times, [n], or None without a bad step or earlier losses."""
@@ -83,7 +83,7 @@ class Cell(NamedTuple):
 Cells = Mapping[Key, Cell]
 
 
-def cells(lines: Iterable[Mapping[str, Any]]) -> Cells:
+def group_cells(lines: Iterable[Mapping[str, Any]]) -> Cells:
     """Groups runs into cells, without cells that have only one seed.
 
     Raises:
@@ -98,23 +98,25 @@ def cells(lines: Iterable[Mapping[str, Any]]) -> Cells:
         if run["seed"] in found[key]:
             raise ValueError(f"runs must be unique, got two of {key}, seed {run['seed']}")
         found[key][run["seed"]] = run
-    return {key: _cell(seeds) for key, seeds in found.items() if len(seeds) >= TOO_FEW}
+    return {key: _build_cell(seeds) for key, seeds in found.items() if len(seeds) >= TOO_FEW}
 
 
-def _cell(runs: Mapping[int, Mapping[str, Any]]) -> Cell:
+def _build_cell(runs: Mapping[int, Mapping[str, Any]]) -> Cell:
     rows = [runs[seed] for seed in sorted(runs)]
     first = rows[0]
 
-    def column(name: str) -> np.ndarray:
+    def get_column(name: str) -> np.ndarray:
         return np.array([row[name] for row in rows], np.float64)  # None becomes NaN.
 
     return Cell(
         seeds=np.array(sorted(runs)),
-        held_out=column("held_out"),
-        clipped=column("clipped"),
-        onset=None if any(row["onset"] is None for row in rows) else column("onset").astype(int),
+        held_out=get_column("held_out"),
+        clipped=get_column("clipped"),
+        onset=None
+        if any(row["onset"] is None for row in rows)
+        else get_column("onset").astype(int),
         every=first["every"],
-        seconds=column("seconds"),
+        seconds=get_column("seconds"),
         learning_rate=first["learning_rate"],
         threshold=first["threshold"],
     )

@@ -21,7 +21,7 @@ from benchmarks.research.study.comparing import (
     Study,
 )
 from benchmarks.research.study.inference import Interval
-from benchmarks.research.study.runs import BEST, NONE, Cell, Pair, cells
+from benchmarks.research.study.runs import BEST, NONE, Cell, Pair, group_cells
 
 PRIVATE = "private"
 """The task with per-example clipping and its own methods, which are compared with the best
@@ -68,40 +68,40 @@ class Summary(NamedTuple):
     @property
     def pairs(self) -> tuple[Pair, ...]:
         """Returns the pooled pairs."""
-        return together(self.study.pairs)
+        return select_pooled(self.study.pairs)
 
-    def found(self, verdict: str, case: Case) -> list[str]:
+    def list_methods(self, verdict: str, case: Case) -> list[str]:
         """Returns the methods with a pooled verdict, the best first."""
-        of_case = self.pooled[case.name]
-        names = [name for name, found in of_case.items() if found.verdict == verdict]
-        return sorted(names, key=lambda name: -of_case[name].share.mean)
+        by_method = self.pooled[case.name]
+        names = [name for name, found in by_method.items() if found.verdict == verdict]
+        return sorted(names, key=lambda name: -by_method[name].share.mean)
 
-    def helps_nowhere(self) -> list[str]:
+    def list_unhelpful(self) -> list[str]:
         """Returns the methods that help in no case."""
-        helping = {name for case in self.cases for name in self.found(HELPS, case)}
-        compared = {name for of_case in self.pooled.values() for name in of_case}
+        helping = {name for case in self.cases for name in self.list_methods(HELPS, case)}
+        compared = {name for by_method in self.pooled.values() for name in by_method}
         return [name for name in self.study.methods if name in compared - helping]
 
-    def pairs_with(self, verdict: str, method: str, case: Case) -> list[Pair]:
+    def list_pairs(self, verdict: str, method: str, case: Case) -> list[Pair]:
         """Returns the pooled pairs with a verdict for a method."""
-        of_case = self.single[case.name]
-        found = [pair for pair in self.pairs if method in of_case.get(pair, {})]
-        return [pair for pair in found if of_case[pair][method].verdict == verdict]
+        by_method = self.single[case.name]
+        found = [pair for pair in self.pairs if method in by_method.get(pair, {})]
+        return [pair for pair in found if by_method[pair][method].verdict == verdict]
 
     def cells(self, method: str, case: Case) -> Iterator[tuple[Pair, Cell]]:
         """Yields the pairs and cells of a method in a case."""
         for pair in self.pairs:
-            cell = self.study.cell(pair, method, case)
+            cell = self.study.get_cell(pair, method, case)
             if cell is not None:
                 yield pair, cell
 
     def lost(self, method: str, case: Case) -> float | None:
         """Returns the fraction of lost runs."""
-        return _mean([cell.is_lost for _, cell in self.cells(method, case)])
+        return _compute_mean([cell.is_lost for _, cell in self.cells(method, case)])
 
     def clipped(self, method: str, case: Case) -> float | None:
         """Returns the fraction of steps that the method changed."""
-        return _mean([cell.clipped for _, cell in self.cells(method, case)])
+        return _compute_mean([cell.clipped for _, cell in self.cells(method, case)])
 
     def recovery(self, method: str, case: Case) -> Recovery | None:
         """Returns the recovery over all runs, or None for faults without an onset."""
@@ -124,8 +124,8 @@ class Summary(NamedTuple):
             times = [
                 (np.median(ours.seconds), np.median(theirs.seconds))
                 for case in CASES
-                if (ours := self.study.cell(pair, method, case)) is not None
-                and (theirs := self.study.cell(pair, NONE, case)) is not None
+                if (ours := self.study.get_cell(pair, method, case)) is not None
+                and (theirs := self.study.get_cell(pair, NONE, case)) is not None
             ]
             if times:
                 ours, theirs = np.sum(times, 0)
@@ -134,19 +134,19 @@ class Summary(NamedTuple):
         return Interval(float(mean), min(ratios), max(ratios)) if ratios else None
 
 
-def _mean(values: Sequence[np.ndarray]) -> float | None:
+def _compute_mean(values: Sequence[np.ndarray]) -> float | None:
     known = [mean for mean in map(np.mean, values) if not np.isnan(mean)]
     return float(np.mean(known)) if known else None
 
 
-def together(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
+def select_pooled(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
     """Returns the pairs that are pooled."""
     return tuple(pair for pair in pairs if not set(pair) & set(APART))
 
 
 def summarize(study: Study) -> Summary:
     """Computes all comparisons."""
-    pairs = together(study.pairs)
+    pairs = select_pooled(study.pairs)
     pooled, beside_best = (
         {case.name: comparing.compare(study, pairs, base, case) for case in CASES}
         for base in (NONE, BEST)
@@ -165,7 +165,7 @@ def load(path: Path) -> tuple[Summary, Mapping[str, str]]:
     """Loads the summary and the versions of a file of results."""
     lines = list(results.read(path))
     versions = lines[0].get("versions", {}) if lines else {}
-    return summarize(Study.of(cells(lines))), versions
+    return summarize(Study.from_cells(group_cells(lines))), versions
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -176,13 +176,13 @@ def main(arguments: list[str] | None = None) -> None:
     for case in summary.cases:
         print(f"\n{case.title}")
         for verdict in (HELPS, HARMS, UNCLEAR):
-            of_case = summary.pooled[case.name]
+            by_method = summary.pooled[case.name]
             names = [
-                f"{name} ({100 * of_case[name].share.mean:+.1f})"
-                for name in summary.found(verdict, case)
+                f"{name} ({100 * by_method[name].share.mean:+.1f})"
+                for name in summary.list_methods(verdict, case)
             ]
             print(f"  {verdict}: {', '.join(names) or '-'}")
-    print(f"\nhelps nowhere: {', '.join(summary.helps_nowhere()) or '-'}")
+    print(f"\nhelps nowhere: {', '.join(summary.list_unhelpful()) or '-'}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from benchmarks.research.study.methods import METHODS, PRIVATE, WITH_MUON, Method
 
 
-def methods_for(is_private: bool, optimizer: str) -> dict[str, Method]:
+def select_methods(is_private: bool, optimizer: str) -> dict[str, Method]:
     """Returns the methods for a task and an optimizer by name."""
     if is_private:
         return PRIVATE

@@ -6,10 +6,10 @@ from benchmarks.research.study import digits, policy, text
 from benchmarks.research.study.task import Task
 
 TASKS: dict[str, Callable[[], Task]] = {
-    "lstm": text.lstm,
-    "transformer": text.transformer,
-    "conv": digits.conv,
-    "policy": policy.policy,
-    "private": digits.private,
+    "lstm": text.build_lstm,
+    "transformer": text.build_transformer,
+    "conv": digits.build_conv,
+    "policy": policy.build_policy,
+    "private": digits.build_private,
 }
 """Cached functions that read the data of their tasks on demand."""

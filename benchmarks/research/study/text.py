@@ -17,7 +17,7 @@ import optax
 from jax import Array
 
 from benchmarks.research import text_model
-from benchmarks.research.study.examples import Examples, scrambled
+from benchmarks.research.study.examples import Examples, scramble
 from benchmarks.research.study.task import Params, Task
 from examples.demo import SYMBOLS, encode
 
@@ -36,7 +36,7 @@ class Text(NamedTuple):
 
 
 @functools.cache
-def library() -> Text:
+def read_library() -> Text:
     """Reads the top-level source files of Python's standard library in the order of their names.
 
     Raises:
@@ -54,38 +54,40 @@ def library() -> Text:
 
 
 @functools.cache
-def transformer() -> Task:
+def build_transformer() -> Task:
     """Returns the task with the network of `benchmarks.research.text_model`."""
-    losses = functools.partial(losses_of_transformer, size=SIZE)
+    losses = functools.partial(compute_transformer_losses, size=SIZE)
     initial = functools.partial(text_model.initial, size=SIZE)
-    return task(library(), SYMBOLS, initial, losses, ("adamw", "muon"))
+    return build_task(read_library(), SYMBOLS, initial, losses, ("adamw", "muon"))
 
 
-def losses_of_transformer(params: Params, batch: Examples, size: text_model.Size) -> Array:
+def compute_transformer_losses(params: Params, batch: Examples, size: text_model.Size) -> Array:
     """Computes the losses of windows."""
     return text_model.losses(params, batch.inputs, batch.labels, size)
 
 
 @functools.cache
-def lstm() -> Task:
+def build_lstm() -> Task:
     """Returns the task with one LSTM layer and orthogonal initial recurrent matrices."""
-    return task(library(), SYMBOLS, _initial_lstm, _losses_of_lstm, ("adamw", "sgd"))
+    return build_task(
+        read_library(), SYMBOLS, _draw_lstm_params, _compute_lstm_losses, ("adamw", "sgd")
+    )
 
 
-def _initial_lstm(key: Array) -> Params:
-    of_input, of_recurrent, of_head = jax.random.split(key, 3)
+def _draw_lstm_params(key: Array) -> Params:
+    input_key, recurrent_key, head_key = jax.random.split(key, 3)
     # Forget gates are initially open (R. Jozefowicz et al., 2015).
     bias = jnp.zeros((4, HIDDEN)).at[1].set(1.0)
     return {
-        "embedding": jax.random.normal(of_input, (SYMBOLS, 4 * HIDDEN)),
-        "recurrent": jax.nn.initializers.orthogonal()(of_recurrent, (HIDDEN, 4 * HIDDEN)),
+        "embedding": jax.random.normal(input_key, (SYMBOLS, 4 * HIDDEN)),
+        "recurrent": jax.nn.initializers.orthogonal()(recurrent_key, (HIDDEN, 4 * HIDDEN)),
         "bias": bias.reshape(-1),
-        "head": HIDDEN**-0.5 * jax.random.normal(of_head, (HIDDEN, SYMBOLS)),
+        "head": HIDDEN**-0.5 * jax.random.normal(head_key, (HIDDEN, SYMBOLS)),
         "head_bias": jnp.zeros(SYMBOLS),
     }
 
 
-def _losses_of_lstm(params: Params, batch: Examples) -> Array:
+def _compute_lstm_losses(params: Params, batch: Examples) -> Array:
     def step(carry: tuple[Array, Array], x: Array) -> tuple[tuple[Array, Array], Array]:
         hidden, cell = carry
         gates = x + hidden @ params["recurrent"]
@@ -103,7 +105,7 @@ def _losses_of_lstm(params: Params, batch: Examples) -> Array:
     return costs.mean(0)
 
 
-def task(
+def build_task(
     text: Text,
     symbols: int,
     initial: Callable[[Array], Params],
@@ -116,12 +118,12 @@ def task(
     train = jnp.asarray(text.train)
     last = text.held_out.size - size.context - 1
     starts = jnp.linspace(0, last, size.held_out).astype(jnp.int32)
-    held_out = shifted(text_model.windows(jnp.asarray(text.held_out), starts, size))
+    held_out = pair_with_next(text_model.windows(jnp.asarray(text.held_out), starts, size))
 
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:
-        of_windows, of_labels = jax.random.split(key)
-        examples = shifted(text_model.batch(train, of_windows, size))
-        return scrambled(examples, of_labels, is_bad, symbols)
+        window_key, label_key = jax.random.split(key)
+        examples = pair_with_next(text_model.batch(train, window_key, size))
+        return scramble(examples, label_key, is_bad, symbols)
 
     def held_out_loss(params: Params) -> Array:
         return losses(params, held_out).mean()
@@ -129,7 +131,7 @@ def task(
     return Task(initial, batch, losses, held_out_loss, size.batch, unit, optimizers)
 
 
-def shifted(windows: Array) -> Examples:
+def pair_with_next(windows: Array) -> Examples:
     """Pairs the characters of uint8[windows, characters + 1] with the next characters."""
     windows = windows.astype(jnp.int32)
     return Examples(windows[:, :-1], windows[:, 1:])
