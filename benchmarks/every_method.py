@@ -80,17 +80,14 @@ def build_method_steps(
         "clip_by_spectral_norm": (
             optax.chain(optaxclip.clip_by_spectral_norm(1.0), optimizer()),
             None,
-        ),
+        )
     }
     for name, tx in build_methods(optimizer()).items():
         optax_name, optax_tx = find_optax_method(name, tx, params, optimizer())
         following = [] if _wraps_optimizer(name) else [optimizer()]
         if name == "scale_by_stable_adam":
             following = [optax.add_decayed_weights(1e-4), optax.scale_by_learning_rate(1e-3)]
-        steps[name] = (
-            optax.chain(tx, *following),
-            (optax_name, optax.chain(optax_tx, *following)),
-        )
+        steps[name] = (optax.chain(tx, *following), (optax_name, optax.chain(optax_tx, *following)))
     return steps
 
 

@@ -104,11 +104,7 @@ def skip_with_cond(inner: Step) -> Step:
 
 
 def measure(
-    tree: str,
-    rows: list[Row],
-    rounds: int,
-    clock: Callable[[], float],
-    report: Callable[..., Any],
+    tree: str, rows: list[Row], rounds: int, clock: Callable[[], float], report: Callable[..., Any]
 ) -> Times:
     """Measures the seconds of the steps on a tree in every round."""
     grads, programs = fill_tree(TREES[tree], jnp.float32), {}

@@ -216,23 +216,23 @@ LOSSES = np.array(
 
 
 def test_steps_to_recover_count_from_bad_step():
-    steps = curves.steps_to_recover(LOSSES[[0, 0, 0]], np.array([50, 53, 40]), every=10)
+    steps = curves.count_recovery_steps(LOSSES[[0, 0, 0]], np.array([50, 53, 40]), every=10)
     assert steps.tolist() == [60.0, 57.0, 70.0]
     # With a margin of 0.4 the mean of 3, 2 and 2 is low enough.
-    steps = curves.steps_to_recover(LOSSES[[0, 0, 0]], np.array([50, 53, 30]), 10, 0.4)
+    steps = curves.count_recovery_steps(LOSSES[[0, 0, 0]], np.array([50, 53, 30]), 10, 0.4)
     assert steps.tolist() == [50.0, 47.0, 70.0]
 
 
 def test_steps_to_recover_ignore_nonfinite_losses():
     lost, was_lost = LOSSES[1].copy(), LOSSES[1].copy()
     lost[6:], was_lost[4:] = math.nan, math.nan
-    steps = curves.steps_to_recover(np.stack([lost, was_lost]), 50, every=10)
+    steps = curves.count_recovery_steps(np.stack([lost, was_lost]), 50, every=10)
     assert steps.tolist() == [math.inf, math.inf]
     skipped = np.array([*CALM, math.nan, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
-    assert curves.steps_to_recover(skipped, 50, every=10) == 40.0
+    assert curves.count_recovery_steps(skipped, 50, every=10) == 40.0
 
 
 @pytest.mark.parametrize("onset", [29, 120])
 def test_steps_to_recover_require_losses_around_onset(onset):
     with pytest.raises(ValueError, match=rf"onset must leave 3 .*, got \[{onset}\] for 12"):
-        curves.steps_to_recover(LOSSES, onset, every=10)
+        curves.count_recovery_steps(LOSSES, onset, every=10)

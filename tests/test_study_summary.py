@@ -202,20 +202,22 @@ def test_summary_omits_unknown_values():
     uncounted = [{**x, "clipped": None, "onset": 10} for x in ALL if x["fault"] == "spike"]
     study = Study.from_cells(runs.group_cells(uncounted))
     of_none = summary.summarize(study)
-    assert of_none.clipped("helper", CASES["spike"]) is None
-    assert of_none.recovery("helper", CASES["spike"]) is None  # two losses before it are too few
+    assert of_none.compute_clipped("helper", CASES["spike"]) is None
+    assert (
+        of_none.compute_recovery("helper", CASES["spike"]) is None
+    )  # two losses before it are too few
 
 
 def test_summary_reports_lost_clipped_and_recovery_fractions(found):
-    assert found.lost("none", CASES["past"]) == LOST / SEEDS
-    assert found.lost("helper", CASES["past"]) == 0.0
-    assert found.clipped("helper", CASES["edge"]) == 0.25
-    assert found.seconds("harmer") == (2.0, 2.0, 2.0)
-    assert found.recovery("none", CASES["tails"]) is None
-    assert found.recovery("helper", CASES["spike"]) == (0.0, 0.0)
+    assert found.compute_lost("none", CASES["past"]) == LOST / SEEDS
+    assert found.compute_lost("helper", CASES["past"]) == 0.0
+    assert found.compute_clipped("helper", CASES["edge"]) == 0.25
+    assert found.compute_times("harmer") == (2.0, 2.0, 2.0)
+    assert found.compute_recovery("none", CASES["tails"]) is None
+    assert found.compute_recovery("helper", CASES["spike"]) == (0.0, 0.0)
     # Three bad losses and three good ones take 60 steps from the evaluation before, after which the
     # seeds' spikes come by 0, 0, 1, 1, 2, 3, ... 9 steps.
-    assert found.recovery("none", CASES["spike"]) == (60 - 3, 0.0)
+    assert found.compute_recovery("none", CASES["spike"]) == (60 - 3, 0.0)
 
 
 def test_summary_rows_format_numbers_as_text():
@@ -310,7 +312,7 @@ def test_evidence_page_matches_evidence_csv():
 def test_recommended_tables_equal_judged_rows():
     judging = importlib.import_module("benchmarks.research.recommended.judging")
     data = (DOCS / "../benchmarks/measured/recommended.csv").read_text("utf-8")
-    made = judging.report(list(csv.DictReader(data.splitlines())))
+    made = judging.format_report(list(csv.DictReader(data.splitlines())))
     text = (DOCS / "evidence.md").read_text("utf-8")
     shown = text.partition("## Recommended line\n")[2].partition("\n## ")[0]
     lines = [line for line in shown.splitlines() if line.startswith(("| no clip", "| `"))]

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from benchmarks.accelerators.counting import Counts
-from benchmarks.accelerators.methods import METHODS, NONE, OURS, THEIRS, Step, adamw
+from benchmarks.accelerators.methods import METHODS, NONE, OURS, THEIRS, Step, build_adamw
 from benchmarks.accelerators.models import MODELS
 from benchmarks.accelerators.networks import compile_examples, compile_seeds
 from benchmarks.accelerators.steps import KINDS, ONE, SHARD_MAP, Compiled, Placement, compile_step
@@ -56,12 +56,12 @@ class Case:
             Placement(self.device, self.mesh.removesuffix(SPECS)),
             MODELS[self.model](),
         )
-        options = {"specs": placement.shardings(shapes)} if self.mesh.endswith(SPECS) else {}
+        options = {"specs": placement.get_shardings(shapes)} if self.mesh.endswith(SPECS) else {}
         return compile_step(self._build_step(variant, **options), shapes, self.dtype, placement)
 
     def _build_step(self, variant: str, **options: object) -> Step:
         ours, theirs = METHODS[self.method]
-        return {NONE: adamw, OURS: ours, THEIRS: theirs}[variant](**options)
+        return {NONE: build_adamw, OURS: ours, THEIRS: theirs}[variant](**options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ COUNTED: dict[str, list[Case]] = {
         *build_cases((V5E,), ("llama8b",), (BFLOAT16,), AUTO, GLOBAL_NORM),
     ],
     "Skips and recording": [
-        *build_cases(DEVICE_NAMES, ("transformer4",), (FLOAT32,), (ONE,), WRAPPED),
+        *build_cases(DEVICE_NAMES, ("transformer4",), (FLOAT32,), (ONE,), WRAPPED)
     ],
     "Eight devices": [
         *build_cases(DEVICE_NAMES, ("transformer4",), (FLOAT32,), MESHES[1:], GLOBAL_NORM),
@@ -131,10 +131,10 @@ COUNTED: dict[str, list[Case]] = {
         *build_cases(DEVICE_NAMES, ("transformer4",), (FLOAT32,), AGC_MESHES, AGC),
     ],
     "A step of 64 small networks in a scan": [
-        *build_cases(DEVICE_NAMES, (SEEDS,), (FLOAT32,), (ONE,), (*FEW, "zclip")),
+        *build_cases(DEVICE_NAMES, (SEEDS,), (FLOAT32,), (ONE,), (*FEW, "zclip"))
     ],
     "Per-example clipping, total, compared with jax-privacy": [
-        *build_cases(DEVICE_NAMES, ALL_MODELS[-len(SIZES) :], DTYPES, (ONE,), GLOBAL_NORM),
+        *build_cases(DEVICE_NAMES, ALL_MODELS[-len(SIZES) :], DTYPES, (ONE,), GLOBAL_NORM)
     ],
 }
 TIMED: dict[str, list[Case]] = {
@@ -142,5 +142,5 @@ TIMED: dict[str, list[Case]] = {
         *build_cases((H100,), ("transformer4",), DTYPES, (ONE,), NAMED),
         *build_cases((V5E,), ("transformer4",), (FLOAT32,), (ONE,), NAMED),
         *build_cases(DEVICE_NAMES, ("resnet50",), (FLOAT32,), (ONE,), FEW),
-    ],
+    ]
 }

@@ -15,27 +15,27 @@ Step = optax.GradientTransformation
 Build = Callable[..., Step]
 
 
-def adamw() -> Step:
+def build_adamw() -> Step:
     """Returns the optimizer of all steps."""
     return optax.adamw(1e-3)
 
 
 def _chain_adamw(clip: Callable[..., Step], *arguments: object) -> Build:
-    return lambda **options: optax.chain(clip(*arguments, **options), adamw())
+    return lambda **options: optax.chain(clip(*arguments, **options), build_adamw())
 
 
 def _chain_optax(clip: Callable[..., Step], *arguments: object) -> Build:
-    return lambda: optax.chain(clip(*arguments), adamw())
+    return lambda: optax.chain(clip(*arguments), build_adamw())
 
 
 def _chain_record(clip: Step, **options: object) -> Step:
-    return optax.chain(monitor.record(**options), clip, adamw())
+    return optax.chain(monitor.record(**options), clip, build_adamw())
 
 
 def _chain_statistics(*stats: str) -> Build:
     def build(**options: object) -> Step:
         record = monitor.record(stats=stats, **options)
-        return optax.chain(record, optaxclip.clip_by_global_norm(1.0, **options), adamw())
+        return optax.chain(record, optaxclip.clip_by_global_norm(1.0, **options), build_adamw())
 
     return build
 
@@ -67,12 +67,13 @@ METHODS: dict[str, tuple[Build, Build]] = {
     "adagc": (_chain_adamw(optaxclip.adagc), GLOBAL),
     "norm_history": (_chain_adamw(optaxclip.normalize_by_norm_history), GLOBAL),
     "moving_max": (_chain_adamw(optaxclip.clip_by_moving_max), GLOBAL),
-    "second_moment": (lambda **_: optax.chain(optaxclip.clip_by_second_moment(), adamw()), GLOBAL),
+    "second_moment": (
+        lambda **_: optax.chain(optaxclip.clip_by_second_moment(), build_adamw()),
+        GLOBAL,
+    ),
     "stable_adam": (
         lambda **options: _chain_decay(optaxclip.scale_by_stable_adam(**options)),
-        lambda: _chain_decay(
-            optax.chain(optax.scale_by_adam(), optax.clip_by_block_rms(1.0)),
-        ),
+        lambda: _chain_decay(optax.chain(optax.scale_by_adam(), optax.clip_by_block_rms(1.0))),
     ),
     "agc": (
         _chain_adamw(optaxclip.adaptive_grad_clip, 0.01),
@@ -89,13 +90,13 @@ METHODS: dict[str, tuple[Build, Build]] = {
     "histogram": (_chain_adamw(monitor.histogram), GLOBAL),
     "events": (
         lambda **options: monitor.events(
-            optax.chain(optaxclip.clip_by_global_norm(1.0, **options), adamw()), **options
+            optax.chain(optaxclip.clip_by_global_norm(1.0, **options), build_adamw()), **options
         ),
         GLOBAL,
     ),
     "events_of_leaves": (
         lambda **options: monitor.events(
-            optax.chain(optaxclip.clip_by_block_rms(1e-3, **options), adamw()), **options
+            optax.chain(optaxclip.clip_by_block_rms(1e-3, **options), build_adamw()), **options
         ),
         GLOBAL,
     ),

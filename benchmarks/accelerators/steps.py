@@ -49,7 +49,7 @@ class Placement:
         mesh = Mesh(get_devices(self.device, DEVICES), (AXIS,), axis_types=(KINDS[self.kind],))
         return NamedSharding(mesh, P())
 
-    def sharding(self, shape: tuple[int, ...]) -> SingleDeviceSharding | NamedSharding:
+    def get_sharding(self, shape: tuple[int, ...]) -> SingleDeviceSharding | NamedSharding:
         """Shards the longest divisible axis of matrices, as in FSDP."""
         replicated = self.replicated
         if len(shape) < 2 or not isinstance(replicated, NamedSharding):
@@ -58,15 +58,15 @@ class Placement:
         axis = max(axes, key=lambda axis: shape[axis])
         return replicated.update(spec=P(*([None] * axis), AXIS))
 
-    def shardings(self, shapes: Any) -> Any:
+    def get_shardings(self, shapes: Any) -> Any:
         """Returns the shardings of all leaves."""
-        return jax.tree.map(self.sharding, shapes, is_leaf=lambda x: isinstance(x, tuple))
+        return jax.tree.map(self.get_sharding, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def compile_step(tx: Step, shapes: Any, dtype: Any, placement: Placement) -> Compiled:
     """Traces and compiles a step of an optimizer with empty caches."""
     params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(shape)),
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=placement.get_sharding(shape)),
         shapes,
         is_leaf=lambda x: isinstance(x, tuple),
     )

@@ -12,7 +12,7 @@ def average_last(losses: np.ndarray) -> np.ndarray:
     return losses[..., -LATEST:].mean(-1)
 
 
-def steps_to_recover(
+def count_recovery_steps(
     losses: np.ndarray, onset: ArrayLike, every: int, margin: ArrayLike = MARGIN
 ) -> np.ndarray:
     """Counts the steps from the first bad step until the loss has recovered.

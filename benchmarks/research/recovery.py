@@ -92,7 +92,7 @@ SUBJECTS = {
 """The rules by their names in methods.md. Windows contain 1000, 100 (ScaledAdam) or 128 norms."""
 
 
-def rising_norms(levels: Any = LEVELS, seed: int = 0) -> jax.Array:
+def draw_norms(levels: Any = LEVELS, seed: int = 0) -> jax.Array:
     """Draws norms [levels, steps]."""
     noise = np.exp(0.1 * np.random.default_rng(seed).normal(size=BEFORE + AFTER + SPAN))
     is_after = np.arange(noise.size) >= BEFORE
@@ -101,7 +101,7 @@ def rising_norms(levels: Any = LEVELS, seed: int = 0) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="skips")
 @functools.partial(jax.vmap, in_axes=(None, 0, None))
-def multipliers(rule: ThresholdRule, norms: jax.Array, skips: bool = False) -> jax.Array:
+def compute_multipliers(rule: ThresholdRule, norms: jax.Array, skips: bool = False) -> jax.Array:
     """Computes the multipliers of all steps."""
 
     def step(state: Any, norm: jax.Array) -> tuple[Any, jax.Array]:
@@ -112,12 +112,12 @@ def multipliers(rule: ThresholdRule, norms: jax.Array, skips: bool = False) -> j
     return jax.lax.scan(step, rule.init(norms[0]), norms)[1]
 
 
-def steps_to_recover(
+def count_recovery_steps(
     rule: ThresholdRule, levels: Any = LEVELS, *, skips: bool = False
 ) -> list[float]:
     """Returns the number of steps until the multiplier has recovered for every level."""
     found = []
-    for values in np.asarray(multipliers(rule, rising_norms(levels), skips), np.float64):
+    for values in np.asarray(compute_multipliers(rule, draw_norms(levels), skips), np.float64):
         before = values[BEFORE // 2 : BEFORE].mean()
         target_multiplier = ENOUGH if before >= ENOUGH else ENOUGH * before
         means = np.convolve(values[BEFORE:], np.ones(SPAN) / SPAN, "valid")
@@ -142,8 +142,8 @@ def main() -> None:
     print("|---" * (1 + len(kinds) * len(LEVELS)) + "|")
     for name, subject in SUBJECTS.items():
         columns = [
-            _format_steps(steps_to_recover(subject.make(), skips=subject.skips)),
-            _format_steps(steps_to_recover(subject.build_published(), skips=subject.skips)),
+            _format_steps(count_recovery_steps(subject.make(), skips=subject.skips)),
+            _format_steps(count_recovery_steps(subject.build_published(), skips=subject.skips)),
             _format_steps(subject.original),
         ]
         print(f"| {name} |", " | ".join(columns), "|", flush=True)

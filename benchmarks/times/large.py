@@ -45,10 +45,7 @@ def measure_large_steps(effort: Effort, log: Log) -> list[Row]:
 
 
 def _measure_trees(
-    effort: Effort,
-    log: Log,
-    copies: float,
-    measure: Callable[..., list[Row]],
+    effort: Effort, log: Log, copies: float, measure: Callable[..., list[Row]]
 ) -> list[Row]:
     rows, models = [], [build_transformer(*size) for size in effort.models]
     trees = {f"{count_elements(shapes):,} elements": shapes for shapes in models}

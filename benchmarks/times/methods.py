@@ -15,12 +15,7 @@ from benchmarks.times.report import format_number
 from benchmarks.times.seeds import build_training, compute_loss, draw_networks
 from benchmarks.times.steps import OPTIMIZERS, OURS, PLAIN, THEIRS, compile_steps
 from benchmarks.times.timing import Program, Times, choose_clock, measure_times, summarize
-from benchmarks.times.trees import (
-    build_leaves,
-    build_transformer,
-    count_elements,
-    fill_tree,
-)
+from benchmarks.times.trees import build_leaves, build_transformer, count_elements, fill_tree
 from optaxclip._base.types import PyTree
 
 KEYS = ("device", "tree", "dtype", "method")

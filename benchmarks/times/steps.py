@@ -1,4 +1,4 @@
-"""What a clip adds to an optimizer's step."""
+"""Measures the overhead of clipping in optimizer steps."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

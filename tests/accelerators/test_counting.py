@@ -10,11 +10,11 @@ ADAMW = 7.0  # Reads parameters, gradients and two moments, and writes all but t
 @pytest.mark.parametrize("device", ["h100", "v5e"])
 @pytest.mark.parametrize("kind", ["one", "auto"])
 def test_counts_match_adamw_reads_and_writes(device, kind):
-    from benchmarks.accelerators.methods import adamw
+    from benchmarks.accelerators.methods import build_adamw
     from benchmarks.accelerators.steps import Placement, compile_step
 
     shapes = {"a": (1024, 2048), "b": (2048, 512), "c": (512,)}
-    run = compile_step(adamw(), shapes, jnp.float32, Placement(device, kind))
+    run = compile_step(build_adamw(), shapes, jnp.float32, Placement(device, kind))
     moved = (run.counts.read + run.counts.written) / run.gradients
     assert moved == pytest.approx(ADAMW, abs=1e-3)
     assert run.counts.branches == run.counts.loops == 0

@@ -37,9 +37,9 @@ def main(arguments: list[str] | None = None) -> None:
     for optimizer, name in pairs:
         is_done = (optimizer, name, runs.KINDS[0], runs.NONE) in table.rows
         if not is_done and has_time():
-            for row in runs.study(name, TASKS[name](), optimizer, options.first):
+            for row in runs.run_study(name, TASKS[name](), optimizer, options.first):
                 table.add(**row)
-    print(judging.report(table.rows.values()))
+    print(judging.format_report(table.rows.values()))
 
 
 if __name__ == "__main__":

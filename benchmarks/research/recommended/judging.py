@@ -87,7 +87,7 @@ def list_means(cells: Cells, optimizer: str) -> list[str]:
     return lines
 
 
-def report(rows: Iterable[Mapping[str, str]]) -> str:
+def format_report(rows: Iterable[Mapping[str, str]]) -> str:
     """Returns all tables and the decision in Markdown."""
     cells = read_cells(rows)
     lines = []

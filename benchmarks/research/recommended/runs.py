@@ -83,15 +83,15 @@ def compile_runs(task: Task, optimizer: str) -> Any:
             )
         )
 
-        def loss_fn(params: Any, batch: Any, factor: Array, of_tails: Array) -> Array:
+        def loss_fn(params: Any, batch: Any, factor: Array, tail_key: Array) -> Array:
             losses = task.losses(params, batch)
-            tails = jnp.tan(jnp.pi / 2 * jax.random.uniform(of_tails, losses.shape))
+            tails = jnp.tan(jnp.pi / 2 * jax.random.uniform(tail_key, losses.shape))
             is_heavy = kind == KINDS.index("heavy tails")
             return jnp.mean(jnp.where(is_heavy, tails, factor) * losses)
 
         def step(number: Array, carry: Any) -> Any:
             params, state, total = carry
-            of_batch, of_tails = jax.random.split(jax.random.fold_in(data, number))
+            batch_key, tail_key = jax.random.split(jax.random.fold_in(data, number))
             block, place = number // SPIKE_EVERY, number % SPIKE_EVERY
             margin = SPIKE_EVERY // 4
             spike = jax.random.randint(
@@ -101,8 +101,8 @@ def compile_runs(task: Task, optimizer: str) -> Any:
             since = number - steps // 2
             in_stretch = (kind == KINDS.index("bad stretch")) & (since >= 0) & (since < STRETCH)
             factor = jnp.where(is_spike, SPIKE, jnp.where(in_stretch, STRETCH_FACTOR, 1.0))
-            batch = task.batch(of_batch, is_spike | in_stretch)
-            grads = jax.grad(loss_fn)(params, batch, factor, of_tails)
+            batch = task.batch(batch_key, is_spike | in_stretch)
+            grads = jax.grad(loss_fn)(params, batch, factor, tail_key)
             updates, state = tx.update(grads, state, params)
             share = jnp.minimum(
                 1.0, jnp.minimum((number + 1) / 0.1, (steps - number) / 0.2) / steps
@@ -129,7 +129,7 @@ def compute_gains(outcome: Outcome) -> np.ndarray:
     return np.where(end < start, start - end, 0.0)
 
 
-def study(name: str, task: Task, optimizer: str, first: int) -> list[dict[str, Any]]:
+def run_study(name: str, task: Task, optimizer: str, first: int) -> list[dict[str, Any]]:
     """Returns a row for every fault and method, with the seeds' gains in percent."""
     began = time.process_time()
     program = compile_runs(task, optimizer)
@@ -154,8 +154,8 @@ def study(name: str, task: Task, optimizer: str, first: int) -> list[dict[str, A
     gained, norms = learn(KINDS, STEPS)
     names = list(KINDS)
     if name in LONG_TASKS:
-        of_long = learn(tuple(LONG.values()), LONG_STEPS)
-        gained, norms = (np.concatenate(x, 1) for x in zip((gained, norms), of_long, strict=True))
+        long_runs = learn(tuple(LONG.values()), LONG_STEPS)
+        gained, norms = (np.concatenate(x, 1) for x in zip((gained, norms), long_runs, strict=True))
         names += LONG
     ran = time.process_time()
     print(

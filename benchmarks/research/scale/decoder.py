@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from benchmarks.research import text_model
-from benchmarks.research.scale.text import SYMBOLS, Text, windows
+from benchmarks.research.scale.text import SYMBOLS, Text, extract_windows
 from benchmarks.research.study import faults, text
 from benchmarks.research.study.cell import Begin
 from benchmarks.research.study.examples import Examples, scramble
@@ -38,7 +38,7 @@ class Size(NamedTuple):
     @property
     def parameters(self) -> int:
         """Returns the number of parameters."""
-        shapes = jax.eval_shape(lambda: _initial(jax.random.key(0), self.network))
+        shapes = jax.eval_shape(lambda: _draw_params(jax.random.key(0), self.network))
         return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
@@ -58,7 +58,9 @@ def build_task(corpus: Text, size: text_model.Size, dtype: str) -> Task:
     """Builds the decoder task, whose batches are drawn from pairs of a key and bytes."""
     last = corpus.held_out.size - size.context - 1
     starts = np.linspace(0, last, size.held_out).astype(np.int64)
-    held_out = text.pair_with_next(jnp.asarray(windows(corpus.held_out, starts, size.context + 1)))
+    held_out = text.pair_with_next(
+        jnp.asarray(extract_windows(corpus.held_out, starts, size.context + 1))
+    )
 
     def batch(params: Params, key: tuple[Array, Array], is_bad: Array) -> Examples:
         return scramble(text.pair_with_next(key[1]), key[0], is_bad, SYMBOLS)
@@ -68,7 +70,7 @@ def build_task(corpus: Text, size: text_model.Size, dtype: str) -> Task:
         return text_model.losses(narrow, batch.inputs, batch.labels, size)
 
     return Task(
-        initial=lambda key: _initial(key, size),
+        initial=lambda key: _draw_params(key, size),
         batch=batch,
         losses=losses,
         held_out=lambda params: losses(params, held_out).mean(),
@@ -94,12 +96,12 @@ def build_begin(task: Task, corpus: Text, size: Size) -> Callable[[str, int], Be
         params, held_out, keys, noise, wrong = draw(faults.NUMBERS[fault], seed)
         length, shape = size.network.context + 1, (size.steps, size.network.batch)
         starts = np.random.default_rng(seed).integers(corpus.train.size - length, size=shape)
-        batches = keys, jnp.asarray(windows(corpus.train, starts, length))
+        batches = keys, jnp.asarray(extract_windows(corpus.train, starts, length))
         return Begin(params, held_out, batches, noise, wrong)
 
     return begin
 
 
-def _initial(key: Array, size: text_model.Size) -> Params:
+def _draw_params(key: Array, size: text_model.Size) -> Params:
     params = text_model.zero_outputs(text_model.initial(key, size, SYMBOLS))
     return {name: leaf for name, leaf in params.items() if name != "positions"}

@@ -73,6 +73,6 @@ def _list_files(roots: Sequence[Path]) -> Iterator[tuple[bytes, Path]]:
                     yield hashlib.sha256(inside.encode()).digest(), path
 
 
-def windows(text: Bytes, starts: np.ndarray, length: int) -> Bytes:
+def extract_windows(text: Bytes, starts: np.ndarray, length: int) -> Bytes:
     """Returns the windows at the starts, uint8[..., length]."""
     return text[starts[..., None] + np.arange(length)]

@@ -69,12 +69,7 @@ class Outcome(NamedTuple):
 
 
 def build_program(
-    task: Task,
-    optimizer_name: str,
-    method: Method,
-    steps: int,
-    every: int,
-    use_vmap: bool = False,
+    task: Task, optimizer_name: str, method: Method, steps: int, every: int, use_vmap: bool = False
 ) -> Callable[[Runs], Outcome]:
     """Returns the jitted function of a cell, which computes runs sequentially or together."""
     grad_fn = _build_grad_fn(task, method)

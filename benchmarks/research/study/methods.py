@@ -163,24 +163,15 @@ def _build_autoclip(percentile: float, only: tuple[str, ...] = ()) -> Method:
 
 METHODS: dict[str, Method] = {
     "none": Method(_chain_plain),
-    "constant (best)": Method(
-        _prepend_clip(optaxclip.clip_by_global_norm),
-        "best",
-    ),
-    "constant (suggest)": Method(
-        _prepend_clip(optaxclip.clip_by_global_norm),
-        "suggest",
-    ),
+    "constant (best)": Method(_prepend_clip(optaxclip.clip_by_global_norm), "best"),
+    "constant (suggest)": Method(_prepend_clip(optaxclip.clip_by_global_norm), "suggest"),
     "constant, zero": Method(
-        _prepend_clip(functools.partial(optaxclip.clip_by_global_norm, nonfinite="zero")),
-        "suggest",
+        _prepend_clip(functools.partial(optaxclip.clip_by_global_norm, nonfinite="zero")), "suggest"
     ),
-    "block RMS": Method(
-        _append(lambda: optaxclip.clip_by_block_rms(1.0)),
-    ),
+    "block RMS": Method(_append(lambda: optaxclip.clip_by_block_rms(1.0))),
     "AGC": Method(prepend(lambda: optaxclip.adaptive_grad_clip(0.01))),
     "AGC (paper)": Method(
-        prepend(lambda: optax.masked(optaxclip.adaptive_grad_clip(0.16), _exclude_head)),
+        prepend(lambda: optax.masked(optaxclip.adaptive_grad_clip(0.16), _exclude_head))
     ),
     "AutoClip": Method(prepend(optaxclip.autoclip)),
     "AutoClip 1": _build_autoclip(1.0, only=("adamw",)),
@@ -189,17 +180,15 @@ METHODS: dict[str, Method] = {
     "AutoClip 90": _build_autoclip(90.0),
     "ZClip": Method(prepend(optaxclip.zclip)),
     "ZClip (paper)": Method(
-        prepend(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0)),
+        prepend(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0))
     ),
     "quantile": Method(prepend(optaxclip.clip_by_quantile)),
     "median": Method(prepend(optaxclip.clip_by_median_norm)),
     "window": Method(prepend(optaxclip.clip_by_window_norm)),
     "log tracker": Method(
-        prepend(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker())),
+        prepend(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker()))
     ),
-    "AdaGC": Method(
-        prepend(lambda: optaxclip.adagc(lambda_rel=1.05, beta=0.98, patience=None)),
-    ),
+    "AdaGC": Method(prepend(lambda: optaxclip.adagc(lambda_rel=1.05, beta=0.98, patience=None))),
     "AdaGC (final)": Method(prepend(lambda: optaxclip.adagc(patience=None))),
     "EMA": Method(prepend(optaxclip.clip_by_ema_norm)),
     "moving max": Method(prepend(optaxclip.clip_by_moving_max)),
@@ -212,11 +201,7 @@ METHODS: dict[str, Method] = {
     "skip non-finite": Method(_wrap_optimizer(optaxclip.skip_nonfinite)),
     "skip above": Method(_wrap_optimizer(_skip)),
     "microbatches": Method(_chain_plain, microbatches=True),
-    "microbatches, clipped": Method(
-        _chain_plain,
-        "suggest",
-        microbatches=True,
-    ),
+    "microbatches, clipped": Method(_chain_plain, "suggest", microbatches=True),
 }
 
 

@@ -21,11 +21,7 @@ LETTERS, WIDTH, DPI = {"font.size": 13}, 5.6, 200
 ROW, MARGIN = 0.265, 1.7
 """The heights of a row, and of everything else, in inches."""
 IN_PICTURE = ("best", "past", "spike", "tails", "nan", "jump", "stretch")
-LOOK = {
-    HELPS: (COLORS[1], 0.35),
-    HARMS: (COLORS[0], 0.45),
-    UNCLEAR: ("white", 0.0),
-}
+LOOK = {HELPS: (COLORS[1], 0.35), HARMS: (COLORS[0], 0.45), UNCLEAR: ("white", 0.0)}
 """The colors and opacities of the verdicts."""
 WORDS = {HELPS: "better", HARMS: "worse", UNCLEAR: "not significant"}
 """The labels of the verdicts in the legend."""
@@ -106,7 +102,7 @@ def draw_lost_runs(summary: Summary) -> Figure:
     """Draws the fraction of lost runs without a fault by method and learning rate."""
     cases = [case for case in summary.cases if case.fault == "none" and case.rate in RATES]
     shares = {
-        method: [summary.lost(method, case) for case in cases]
+        method: [summary.compute_lost(method, case) for case in cases]
         for method in (NONE, *summary.pooled["past"])
     }
     shares = {method: row for method, row in shares.items() if None not in row and row}
@@ -132,7 +128,7 @@ def draw_recovery(summary: Summary) -> Figure:
     """Draws the median losses around a spike for the pairs with the largest increase."""
     case = next((case for case in summary.cases if case.name == "spike"), None)
     figure = Figure(figsize=(WIDTH, 7.2), layout="constrained")
-    cells = {} if case is None else dict(summary.cells(NONE, case))
+    cells = {} if case is None else dict(summary.list_cells(NONE, case))
     cells = {pair: cell for pair, cell in cells.items() if cell.onset is not None}
     pairs = sorted(cells, key=lambda pair: -_compute_harm(cells[pair], summary.study.gains[pair]))[
         :MAX_PAIRS

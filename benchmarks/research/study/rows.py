@@ -24,7 +24,7 @@ def format_summary(summary: Summary) -> Iterator[Row]:
 
 def _format_case(summary: Summary, case: Case) -> Iterator[Row]:
     for method in summary.study.methods:
-        if any(summary.cells(method, case)):
+        if any(summary.list_cells(method, case)):
             counts = [len(summary.list_pairs(verdict, method, case)) for verdict in (HELPS, HARMS)]
             found = summary.pooled[case.name].get(method)
             best = summary.beside_best[case.name].get(method)
@@ -38,16 +38,16 @@ def _format_case(summary: Summary, case: Case) -> Iterator[Row]:
                 **({"beside_best_verdict": BETTER.get(best.verdict, "")} if best else {}),
                 **(dict(zip(("helps", "harms"), map(str, counts), strict=True)) if found else {}),
                 **({"pairs": str(found.pairs)} if found else {}),
-                "lost": format_percent(summary.lost(method, case)),
-                **format_recovery(summary.recovery(method, case)),
-                "clipped": format_percent(summary.clipped(method, case)),
+                "lost": format_percent(summary.compute_lost(method, case)),
+                **format_recovery(summary.compute_recovery(method, case)),
+                "clipped": format_percent(summary.compute_clipped(method, case)),
             }
 
 
 def _format_times(summary: Summary) -> Iterator[Row]:
     calm = next((case for case in summary.cases if case.name == "edge"), None)
     for method in summary.study.methods:
-        found = summary.seconds(method)
+        found = summary.compute_times(method)
         if found and method != NONE:
             columns = ("time", "time_least", "time_most")
             yield {
@@ -55,7 +55,7 @@ def _format_times(summary: Summary) -> Iterator[Row]:
                 "fault": ANY,
                 "method": method,
                 **{name: f"{x:.2f}" for name, x in zip(columns, found, strict=True)},
-                "clipped": format_percent(summary.clipped(method, calm)) if calm else "",
+                "clipped": format_percent(summary.compute_clipped(method, calm)) if calm else "",
             }
 
 

@@ -37,12 +37,7 @@ class Runner:
     """Runs the program of a cell."""
 
     def __init__(
-        self,
-        task: Task,
-        optimizer: str,
-        method: Method,
-        effort: Effort,
-        use_vmap: bool = False,
+        self, task: Task, optimizer: str, method: Method, effort: Effort, use_vmap: bool = False
     ):
         self.chunk = effort.chunk
         self.begin, begin = _compile_begin(task, effort)

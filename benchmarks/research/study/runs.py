@@ -71,13 +71,13 @@ class Cell(NamedTuple):
         """Returns the final losses, [n], or the initial losses for lost runs."""
         return plan.get_final_losses(self.held_out)
 
-    def steps_to_recover(self, margin: float) -> np.ndarray | None:
+    def count_recovery_steps(self, margin: float) -> np.ndarray | None:
         """Returns the recovery times, [n], or None without a bad step or earlier losses."""
         if self.onset is None or np.min(self.onset) < (curves.LATEST - 1) * self.every:
             return None
         # `held_out` includes the initial loss, so evaluations are shifted by `every` steps.
         onset = self.onset + self.every
-        return curves.steps_to_recover(self.held_out, onset, self.every, margin)
+        return curves.count_recovery_steps(self.held_out, onset, self.every, margin)
 
 
 Cells = Mapping[Key, Cell]

@@ -88,26 +88,26 @@ class Summary(NamedTuple):
         found = [pair for pair in self.pairs if method in by_method.get(pair, {})]
         return [pair for pair in found if by_method[pair][method].verdict == verdict]
 
-    def cells(self, method: str, case: Case) -> Iterator[tuple[Pair, Cell]]:
+    def list_cells(self, method: str, case: Case) -> Iterator[tuple[Pair, Cell]]:
         """Yields the pairs and cells of a method in a case."""
         for pair in self.pairs:
             cell = self.study.get_cell(pair, method, case)
             if cell is not None:
                 yield pair, cell
 
-    def lost(self, method: str, case: Case) -> float | None:
+    def compute_lost(self, method: str, case: Case) -> float | None:
         """Returns the fraction of lost runs."""
-        return _compute_mean([cell.is_lost for _, cell in self.cells(method, case)])
+        return _compute_mean([cell.is_lost for _, cell in self.list_cells(method, case)])
 
-    def clipped(self, method: str, case: Case) -> float | None:
+    def compute_clipped(self, method: str, case: Case) -> float | None:
         """Returns the fraction of steps that the method changed."""
-        return _compute_mean([cell.clipped for _, cell in self.cells(method, case)])
+        return _compute_mean([cell.clipped for _, cell in self.list_cells(method, case)])
 
-    def recovery(self, method: str, case: Case) -> Recovery | None:
+    def compute_recovery(self, method: str, case: Case) -> Recovery | None:
         """Returns the recovery over all runs, or None for faults without an onset."""
         each = [
-            cell.steps_to_recover(BACK * self.study.gains[pair])
-            for pair, cell in self.cells(method, case)
+            cell.count_recovery_steps(BACK * self.study.gains[pair])
+            for pair, cell in self.list_cells(method, case)
         ]
         known = [steps for steps in each if steps is not None]
         if not known:
@@ -117,7 +117,7 @@ class Summary(NamedTuple):
         middle = np.sort(steps)[len(steps) // 2]
         return Recovery(float(middle), float(np.mean(np.isinf(steps))))
 
-    def seconds(self, method: str) -> Interval | None:
+    def compute_times(self, method: str) -> Interval | None:
         """Returns the relative time of a run: the mean, smallest and largest over pairs."""
         ratios = []
         for pair in self.pairs:
