@@ -203,7 +203,7 @@ def count_work(device: str, rows: int, name: str) -> dict[str, float]:
     args = build_shapes(rows, jax.sharding.SingleDeviceSharding(get_devices(device, 1)[0]))
     size = 4 * sum(leaf.size for leaf in jax.tree.leaves(args[0]))
     run = compile_program(
-        build_variants(rows)[name], args, size, donate_argnums=(), default_trip_count=NUMBER
+        build_variants(rows)[name], args, size, donate_argnums=(), trip_count=NUMBER
     )
     return {
         "read": run.counts.read / size / NUMBER,

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.every_method import Step, build_methods, find_optax_method
-from benchmarks.times.timing import measure_times
+from benchmarks.times.timing import time_calls
 
 Shapes = list[tuple[int, ...]]
 TREES: dict[str, Shapes] = {
@@ -86,7 +86,7 @@ def measure_ratios(
                 "ours": prepare(ours, grads, params),
                 "theirs": prepare(theirs, grads, params),
             }
-            times = measure_times(variants, 5 * rounds)
+            times = time_calls(variants, 5 * rounds)
             medians[phase] = float(np.median(times["ours"] / times["theirs"]))
     return medians
 

@@ -66,7 +66,7 @@ def print_large_trees():
     ):
         tree = [jnp.asarray(rng.standard_normal(size).astype(dtype)) for _ in range(count)]
         exact = compute_norm(tree)
-        results = [clip(variant, tree, 1.0) for variant in VARIANTS]
+        results = [clip(v, tree, 1.0) for v in VARIANTS]
         print_row(f"{name}: error of the norm", [f"{float(n) / exact - 1:.1e}" for _, n in results])
         print_row(
             f"{name}: result, threshold 1", [f"{compute_norm(tree):.7g}" for tree, _ in results]
@@ -134,9 +134,7 @@ def print_edge_cases():
         ("float32 nan 1, threshold 1", F32, [np.nan, 1], 1.0),
     ):
         tree = [jnp.asarray(np.array(entries, np.float64).astype(dtype))]
-        print_row(
-            name, [format_briefly(clip(variant, tree, threshold)[0][0]) for variant in VARIANTS]
-        )
+        print_row(name, [format_briefly(clip(v, tree, threshold)[0][0]) for v in VARIANTS])
 
 
 def print_derivatives():
@@ -148,7 +146,7 @@ def print_derivatives():
 
         print_row(
             f"derivative at {name}, threshold 1",
-            [format_briefly(differentiate(variant)) for variant in VARIANTS],
+            [format_briefly(differentiate(v)) for v in VARIANTS],
         )
 
 

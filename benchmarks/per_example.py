@@ -32,7 +32,7 @@ import optax
 
 from benchmarks.example_models import LARGE, MODELS, Model
 from benchmarks.table_file import TableFile, describe_versions, get_device_name, start_timer
-from benchmarks.times.timing import choose_clock, compute_ratio, measure_times
+from benchmarks.times.timing import choose_clock, compute_ratio, time_calls
 from optaxclip import per_example
 
 THRESHOLD = 1.0
@@ -57,7 +57,7 @@ def compute_plain_grad(model: Model) -> Fn:
     return jax.grad(loss)
 
 
-def accumulate_plain_grads(model: Model, size: int) -> Fn:
+def accumulate(model: Model, size: int) -> Fn:
     """Returns a function that sums gradients of microbatches."""
     grad_fn = compute_plain_grad(model)
 
@@ -74,7 +74,7 @@ def accumulate_plain_grads(model: Model, size: int) -> Fn:
     return run
 
 
-def clip_with_optaxclip(model: Model, method: str, size: int | None) -> Fn:
+def clip_grads(model: Model, method: str, size: int | None) -> Fn:
     """Returns `per_example.clipped_grad` of the loss."""
     clipped = per_example.clipped_grad(model.loss, THRESHOLD, method=method, microbatch_size=size)
     return lambda *args: clipped(*args).grads
@@ -111,13 +111,11 @@ def build_variants(model: Model, sizes: list[int]) -> dict[str, dict[str, Fn]]:
     all_sizes = {**{f"{size}": size for size in sizes}, "all": None}
     variants = {
         PLAIN: {"": compute_plain_grad(model)},
-        f"plain, microbatches of {SIZE}": {"": accumulate_plain_grads(model, SIZE)},
-        "ghost": {"": clip_with_optaxclip(model, "ghost", None)},
-        f"ghost, microbatches of {SIZE}": {"": clip_with_optaxclip(model, "ghost", SIZE)},
-        "vmap": {"": clip_with_optaxclip(model, "vmap", None)},
-        "vmap, microbatches": {
-            f"{size}": clip_with_optaxclip(model, "vmap", size) for size in sizes
-        },
+        f"plain, microbatches of {SIZE}": {"": accumulate(model, SIZE)},
+        "ghost": {"": clip_grads(model, "ghost", None)},
+        f"ghost, microbatches of {SIZE}": {"": clip_grads(model, "ghost", SIZE)},
+        "vmap": {"": clip_grads(model, "vmap", None)},
+        "vmap, microbatches": {f"{size}": clip_grads(model, "vmap", size) for size in sizes},
         OPTAX: {"": clip_with_optax(model)},
     }
     if importlib.util.find_spec("jax_privacy"):
@@ -164,10 +162,10 @@ def measure(
     fastest = {}
     for variant, kinds in variants.items():
         run = {kind: calls[variant, kind] for kind in kinds if (variant, kind) in calls}
-        times = measure_times(run, 3, clock) if len(run) > 1 else dict.fromkeys(run, 0.0)
+        times = time_calls(run, 3, clock) if len(run) > 1 else dict.fromkeys(run, 0.0)
         if run:
             fastest[variant] = min(run, key=lambda kind: np.median(times[kind]))
-    times = measure_times({key[0]: calls[key] for key in fastest.items()}, rounds, clock)
+    times = time_calls({key[0]: calls[key] for key in fastest.items()}, rounds, clock)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     plain_memory = memory[PLAIN, ""]
     description = f"{num_params:,} parameters, {model.examples} examples; plain gradient "
@@ -246,7 +244,7 @@ def _wait(compiled: Any, arrays: Any) -> None:
     jax.block_until_ready(compiled(*arrays))
 
 
-def compile_for(device: str, model: Model, run: Fn, default_trip_count: int = 1) -> Any:
+def compile_for(device: str, model: Model, run: Fn, trip_count: int = 1) -> Any:
     """Compiles a variant for a described device."""
     from benchmarks.accelerators.devices import get_devices
     from benchmarks.accelerators.steps import compile_program
@@ -257,12 +255,7 @@ def compile_for(device: str, model: Model, run: Fn, default_trip_count: int = 1)
         (model.params, *model.batch),
     )
     return compile_program(
-        run,
-        shapes,
-        1,
-        donate_argnums=(),
-        default_trip_count=default_trip_count,
-        cheapest_branches=True,
+        run, shapes, 1, donate_argnums=(), trip_count=trip_count, cheapest_branches=True
     )
 
 

@@ -26,7 +26,7 @@ from jax import lax
 import optaxclip
 from benchmarks.times.report import get_load_average
 from benchmarks.times.steps import compile_steps
-from benchmarks.times.timing import Times, compute_ratio, measure_times, summarize
+from benchmarks.times.timing import Times, compute_ratio, summarize, time_calls
 from benchmarks.times.trees import fill_tree
 from optaxclip import monitor, thresholds
 from optaxclip._base.types import PyTree
@@ -111,7 +111,7 @@ def measure(
     for row in rows:
         report(f"{tree}: {row.name}")
         programs[row.name] = compile_steps(row.tx, grads)
-    return measure_times(programs, rounds, clock)
+    return time_calls(programs, rounds, clock)
 
 
 def format_table(rows: list[Row], times_by_tree: Mapping[str, Times]) -> str:

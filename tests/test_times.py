@@ -21,16 +21,10 @@ from benchmarks.times.timing import (
     Program,
     Spread,
     compute_ratio,
-    measure_times,
     summarize,
+    time_calls,
 )
-from benchmarks.times.trees import (
-    NORM,
-    build_leaves,
-    build_transformer,
-    fill_tree,
-    read_grads,
-)
+from benchmarks.times.trees import NORM, build_leaves, build_transformer, fill_tree, read_grads
 
 TINY = Effort(
     rounds=2,
@@ -169,19 +163,19 @@ def test_benchmark_command_rejects_invalid_options(options, message, capsys):
     assert message in error
 
 
-def test_race_alternates_between_implementations():
+def test_time_calls_alternates_between_implementations():
     calls = []
     variants = {name: lambda name=name: calls.append(name) for name in "abc"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.times.timing.SHORTEST", 0.0)
-        times = measure_times(variants, 4)
+        times = time_calls(variants, 4)
     rounds = np.reshape(calls[-12:], (4, 3))
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
     assert len({tuple(names) for names in rounds}) > 1
     assert {len(samples) for samples in times.values()} == {4}
 
 
-def test_ratio_compares_times_of_same_round():
+def test_compute_ratio_compares_times_of_same_round():
     x, y = np.array([2.0, 4.0, 9.0]), np.array([1.0, 4.0, 3.0])
     assert compute_ratio(x, y) == Spread(2.0, 1.5, 2.5)
     assert compute_ratio(x, -y) is None
@@ -202,7 +196,7 @@ def test_program_continues_from_last_result():
     assert float(reading.carry) == pytest.approx(2 * total)
 
 
-def test_turns_with_shared_memory_continue_previous_results():
+def test_programs_with_shared_memory_continue_previous_results():
     memory = {"x": np.ones(3, np.float32), "one": np.float32(1), "sum": np.float32(0)}
     double = InPlaceProgram(lambda carry: (2 * carry[0], carry[1]), memory, ("x", "one"))
     total = InPlaceProgram(lambda carry, x: (carry[0] + x.sum(),), memory, ("sum",), ("x",))
@@ -231,7 +225,7 @@ def test_large_steps_skip_workloads_beyond_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_filled_gradients_have_documented_norm(dtype):
+def test_fill_tree_gradients_have_documented_norm(dtype):
     squares = [
         np.square(np.asarray(leaf, np.float64)) for leaf in fill_tree(build_leaves(9, 10**4), dtype)
     ]

@@ -53,17 +53,17 @@ FIELDS = [field.name for field in dataclasses.fields(Counts)]
 
 
 def count(
-    text: str, in_loop: bool = False, default_trip_count: int = 1, cheapest_branches: bool = False
+    text: str, in_loop: bool = False, trip_count: int = 1, cheapest_branches: bool = False
 ) -> Counts:
     """Counts the work of a compiled program.
 
     Args:
       text: The text of the compiled program.
       in_loop: If True, counts only one iteration of the longest loop.
-      default_trip_count: The trip count of loops for which the program does not contain one.
+      trip_count: The trip count of loops for which the program does not contain one.
       cheapest_branches: If True, adds the branch that moves the fewest bytes for conditionals.
     """
-    module = parse(text, default_trip_count, cheapest_branches)
+    module = parse(text, trip_count, cheapest_branches)
     if not in_loop:
         return _count_computation(module, module.entry)
     loops = (x for x in module.entry.instructions.values() if x.opcode == "while")

@@ -51,7 +51,7 @@ def _chain_decay(direction: Step) -> Step:
     return optax.chain(direction, decay, optax.scale_by_learning_rate(1e-3))
 
 
-def _build_apply_if_finite() -> Step:
+def _build_finite() -> Step:
     return optax.apply_if_finite(GLOBAL(), 5)
 
 
@@ -104,17 +104,17 @@ METHODS: dict[str, tuple[Build, Build]] = {
         lambda **options: monitor.events(
             _wrap_skip(optaxclip.skip_nonfinite)(**options), **options
         ),
-        _build_apply_if_finite,
+        _build_finite,
     ),
     "statistics": (_chain_statistics(*OF_GRADIENTS), GLOBAL),
     "statistics_params": (_chain_statistics(*OF_GRADIENTS, *OF_PARAMETERS), GLOBAL),
-    "scale_loss": (_wrap_skip(optaxclip.scale_loss), _build_apply_if_finite),
-    "skip_above": (_wrap_skip(optaxclip.skip_above, 1e3), _build_apply_if_finite),
-    "skip_nonfinite": (_wrap_skip(optaxclip.skip_nonfinite), _build_apply_if_finite),
+    "scale_loss": (_wrap_skip(optaxclip.scale_loss), _build_finite),
+    "skip_above": (_wrap_skip(optaxclip.skip_above, 1e3), _build_finite),
+    "skip_nonfinite": (_wrap_skip(optaxclip.skip_nonfinite), _build_finite),
     "skip_record_zclip": (
         lambda **options: optaxclip.skip_nonfinite(
             _chain_record(optaxclip.zclip(**options), **options), **options
         ),
-        _build_apply_if_finite,
+        _build_finite,
     ),
 }

@@ -23,8 +23,8 @@ def compile_seeds(tx: Step, device: str) -> Compiled:
     layers = [_describe_layer(n, m, SEEDS) for n, m in itertools.pairwise(SMALL)]
     params = _describe_tree(device, layers, jnp.float32)
     state = jax.eval_shape(jax.vmap(tx.init), params)
-    state = jax.tree.map(lambda x: _describe_array(device, x.shape, x.dtype), state)
-    batches = _describe_batches(device, (STEPS, SEEDS), SMALL, jnp.float32)
+    state = jax.tree.map(lambda x: _describe(device, x.shape, x.dtype), state)
+    batches = _describe_batch(device, (STEPS, SEEDS), SMALL, jnp.float32)
     return compile_program(
         build_training(tx, compute_loss),
         ((params, state), batches),
@@ -38,11 +38,11 @@ def compile_examples(variant: str, device: str, dtype: Any, size: int) -> Compil
     """Compiles the clipped gradients of `BATCH` examples in microbatches of `size`."""
     layers = [_describe_layer(n, m) for n, m in itertools.pairwise(LARGE)]
     params = _describe_tree(device, layers, dtype)
-    batch = _describe_batches(device, (BATCH,), LARGE, dtype)
+    batch = _describe_batch(device, (BATCH,), LARGE, dtype)
     run = _clip_with_jax_privacy(size) if variant == THEIRS else _clip_with_ours(size)
     gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     return compile_program(
-        run, (params, *batch), gradients, donate_argnums=(), default_trip_count=BATCH // size
+        run, (params, *batch), gradients, donate_argnums=(), trip_count=BATCH // size
     )
 
 
@@ -68,19 +68,17 @@ def _describe_layer(n: int, m: int, *leading_axes: int) -> dict[str, tuple[int, 
     return {"kernel": (*leading_axes, n, m), "bias": (*leading_axes, m)}
 
 
-def _describe_batches(
+def _describe_batch(
     device: str, shape: tuple[int, ...], widths: tuple[int, ...], dtype: Any
 ) -> Any:
-    return _describe_array(device, (*shape, widths[0]), dtype), _describe_array(
-        device, shape, jnp.int32
-    )
+    return _describe(device, (*shape, widths[0]), dtype), _describe(device, shape, jnp.int32)
 
 
 def _describe_tree(device: str, shapes: Any, dtype: Any) -> Any:
-    describe = functools.partial(_describe_array, device, dtype=dtype)
+    describe = functools.partial(_describe, device, dtype=dtype)
     return jax.tree.map(describe, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def _describe_array(device: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def _describe(device: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     sharding = jax.sharding.SingleDeviceSharding(get_devices(device, 1)[0])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

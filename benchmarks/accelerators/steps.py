@@ -90,7 +90,7 @@ def compile_program(
     donate_argnums: tuple[int, ...] = (0, 1),
     *,
     in_loop: bool = False,
-    default_trip_count: int = 1,
+    trip_count: int = 1,
     cheapest_branches: bool = False,
 ) -> Compiled:
     """Compiles a program and measures it; see `count` for the last three options."""
@@ -102,7 +102,7 @@ def compile_program(
     end = _measure_cpu_time()
     text = program.as_text()
     temporary = program.memory_analysis().temp_size_in_bytes
-    counts = count(text, in_loop, default_trip_count, cheapest_branches)
+    counts = count(text, in_loop, trip_count, cheapest_branches)
     return Compiled(counts, temporary, middle - begin, end - middle, gradients, text)
 
 

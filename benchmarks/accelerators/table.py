@@ -39,8 +39,8 @@ def measure_rows(
     """Yields formatted rows with their programs."""
     for case in cases:
         runs = collections.defaultdict(list)
-        for round_index, variant in itertools.product(range(rounds), variants):
-            runs[variant].append(_compile(case.canonicalize(variant), variant, round_index))
+        for turn, variant in itertools.product(range(rounds), variants):
+            runs[variant].append(_compile(case.canonicalize(variant), variant, turn))
         cells = _format_seconds(runs)
         if not set(columns) <= cells.keys():
             overheads = [_compute_overhead(case.canonicalize(v), runs[v][0]) for v in variants]

@@ -19,8 +19,8 @@ from benchmarks.times.timing import (
     Times,
     compute_ratio,
     measure_phases,
-    measure_times,
     summarize,
+    time_calls,
 )
 from benchmarks.times.trees import (
     NORM,
@@ -97,14 +97,13 @@ def measure_many_leaves(effort: Effort, log: Log) -> list[Row]:
         log(case)
         shapes = build_leaves(count, effort.small_leaf)
         grads = fill_tree(shapes, jnp.float32)
-        variants: dict[str, Any] = {variant: _compile_clip(variant, grads) for variant in ALL_CLIPS}
+        variants: dict[str, Any] = {name: _compile_clip(name, grads) for name in ALL_CLIPS}
         variants |= build_torch_call(shapes, jnp.float32)
-        steps = {variant: partial(clip_tree, variant) for variant in ALL_CLIPS}
+        steps = {name: partial(clip_tree, name) for name in ALL_CLIPS}
         compiling = measure_phases(steps, [(grads, jnp.asarray(NORM / 2))], effort.repetitions)
-        for phase, times in {**compiling, "run": measure_times(variants, effort.rounds)}.items():
+        for phase, times in {**compiling, "run": time_calls(variants, effort.rounds)}.items():
             rows += [
-                Row(f"{case}, {phase}", variant, compare_with_optax(times, variant))
-                for variant in times
+                Row(f"{case}, {phase}", name, compare_with_optax(times, name)) for name in times
             ]
     return rows
 
@@ -121,11 +120,9 @@ def measure_eager(effort: Effort, log: Log) -> list[Row]:
     for case, shapes in trees.items():
         log(case)
         grads = fill_tree(shapes, jnp.float32)
-        variants: dict[str, Call] = {
-            variant: _build_eager_call(variant, grads) for variant in CLIPS
-        }
-        times = measure_times(variants | build_torch_call(shapes, jnp.float32), effort.rounds)
-        rows += [Row(case, variant, compare_with_optax(times, variant)) for variant in times]
+        variants: dict[str, Call] = {name: _build_eager_call(name, grads) for name in CLIPS}
+        times = time_calls(variants | build_torch_call(shapes, jnp.float32), effort.rounds)
+        rows += [Row(case, name, compare_with_optax(times, name)) for name in times]
     return rows
 
 
@@ -134,7 +131,7 @@ def _measure_tree(case: str, shapes: PyTree, dtype: jax.typing.DTypeLike, rounds
     programs = {
         READ: Program(read_grads, jnp.zeros(()), grads),
         SCALE: Program(scale_grads, (grads, jnp.ones(()))),
-        **{variant: _compile_clip(variant, grads) for variant in CLIPS},
+        **{name: _compile_clip(name, grads) for name in CLIPS},
     }
     return measure_in_place(
         case, programs, build_torch_call(shapes, dtype), count_bytes(grads), rounds
@@ -149,38 +146,35 @@ def measure_in_place(
     rounds: int,
 ) -> list[Row]:
     """Measures clipping in place, compared with reading and scaling `size` bytes."""
-    times = measure_times({**programs, **others}, rounds)
-    rows = [
-        Row(case, variant, {"ms": summarize(times[variant]).scale(1e3)})
-        for variant in (READ, SCALE)
-    ]
-    for variant in times:
-        if variant in (READ, SCALE):
+    times = time_calls({**programs, **others}, rounds)
+    rows = [Row(case, name, {"ms": summarize(times[name]).scale(1e3)}) for name in (READ, SCALE)]
+    for name in times:
+        if name in (READ, SCALE):
             continue
-        figures = compare_with_optax(times, variant)
-        figures["of_threshold"] = compute_ratio(times[variant], times[READ] + times[SCALE])
-        if variant in CLIPS and (more := programs[variant].temporary_bytes) is not None:
+        figures = compare_with_optax(times, name)
+        figures["of_threshold"] = compute_ratio(times[name], times[READ] + times[SCALE])
+        if name in CLIPS and (more := programs[name].temporary_bytes) is not None:
             figures["extra_memory"] = 100 * more / size
-        rows.append(Row(case, variant, figures))
+        rows.append(Row(case, name, figures))
     return rows
 
 
-def compare_with_optax(times: Times, variant: str) -> dict[str, Figure]:
+def compare_with_optax(times: Times, name: str) -> dict[str, Figure]:
     """Returns the time of a variant, and its ratio to Optax if Optax was measured."""
-    figures: dict[str, Figure] = {"ms": summarize(times[variant]).scale(1e3)}
-    if variant != THEIRS and THEIRS in times:
-        figures["of_optax"] = compute_ratio(times[variant], times[THEIRS])
+    figures: dict[str, Figure] = {"ms": summarize(times[name]).scale(1e3)}
+    if name != THEIRS and THEIRS in times:
+        figures["of_optax"] = compute_ratio(times[name], times[THEIRS])
     return figures
 
 
-def _compile_clip(variant: str, grads: PyTree) -> Program:
-    return Program(partial(clip_tree, variant), (grads, jnp.asarray(NORM / 2)))
+def _compile_clip(name: str, grads: PyTree) -> Program:
+    return Program(partial(clip_tree, name), (grads, jnp.asarray(NORM / 2)))
 
 
-def clip_tree(variant: str, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+def clip_tree(name: str, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
     """Clips by a decreasing threshold, so that all calls clip."""
     grads, threshold = carry
-    tx = ALL_CLIPS[variant](threshold)
+    tx = ALL_CLIPS[name](threshold)
     return tx.update(grads, tx.init(grads))[0], threshold * THRESHOLD_DECAY
 
 
@@ -190,7 +184,7 @@ def build_torch_call(shapes: PyTree, dtype: jax.typing.DTypeLike) -> dict[str, C
     return {} if call is None else {TORCH: call}
 
 
-def _build_eager_call(variant: str, grads: PyTree) -> Call:
-    tx = CLIPS[variant](NORM / 2)
+def _build_eager_call(name: str, grads: PyTree) -> Call:
+    tx = CLIPS[name](NORM / 2)
     state = tx.init(grads)
     return lambda: jax.block_until_ready(tx.update(grads, state))

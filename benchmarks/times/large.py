@@ -71,8 +71,8 @@ def _measure_clips(case: str, shapes: PyTree, dtype: str, rounds: int) -> list[R
         READ: InPlaceProgram(_read_grads, memory, ("total",), ("grads",)),
         SCALE: InPlaceProgram(scale_grads, memory, ("grads", "one")),
         **{
-            variant: InPlaceProgram(partial(clip_tree, variant), memory, ("grads", "threshold"))
-            for variant in CLIPS
+            name: InPlaceProgram(partial(clip_tree, name), memory, ("grads", "threshold"))
+            for name in CLIPS
         },
     }
     return measure_in_place(case, programs, build_torch_call(shapes, dtype), size, rounds)
@@ -83,11 +83,11 @@ def _measure_steps(case: str, shapes: PyTree, dtype: str, rounds: int) -> list[R
     params = jax.tree.map(jnp.ones_like, grads)
     clips = {PLAIN: optax.identity(), **build_clips()}
     memory = {"grads": grads, "params": params, "moments": optimizer.init(params)}
-    memory |= {"total": jnp.zeros(())} | {variant: tx.init(params) for variant, tx in clips.items()}
+    memory |= {"total": jnp.zeros(())} | {name: tx.init(params) for name, tx in clips.items()}
     programs = {READ: InPlaceProgram(_read_grads, memory, ("total",), ("grads",))}
-    for variant, tx in clips.items():
-        changes = ("params", "moments", variant)
-        programs[variant] = InPlaceProgram(
+    for name, tx in clips.items():
+        changes = ("params", "moments", name)
+        programs[name] = InPlaceProgram(
             partial(_run_step, tx, optimizer), memory, changes, ("grads",)
         )
     return measure_programs(case, programs, count_bytes(grads), rounds)

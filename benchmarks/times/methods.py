@@ -14,7 +14,7 @@ from benchmarks.times.effort import Effort, Log
 from benchmarks.times.report import format_number
 from benchmarks.times.seeds import build_training, compute_loss, draw_networks
 from benchmarks.times.steps import OPTIMIZERS, OURS, PLAIN, THEIRS, compile_steps
-from benchmarks.times.timing import Program, Times, choose_clock, measure_times, summarize
+from benchmarks.times.timing import Program, Times, choose_clock, summarize, time_calls
 from benchmarks.times.trees import build_leaves, build_transformer, count_elements, fill_tree
 from optaxclip._base.types import PyTree
 
@@ -123,7 +123,7 @@ def _measure_rows(
             if theirs and not optax_program:
                 optax_program = {THEIRS: compile_steps(theirs[1])}
             variants = {PLAIN: plain, OURS: compile_steps(ours), **optax_program}
-            times = measure_times(variants, rounds, choose_clock())
+            times = time_calls(variants, rounds, choose_clock())
             yield _build_key(case, name) | _format_figures(times, theirs[0] if theirs else "")
 
 

@@ -16,8 +16,8 @@ from benchmarks.times.timing import (
     Program,
     Times,
     compute_ratio,
-    measure_times,
     summarize,
+    time_calls,
 )
 from benchmarks.times.trees import build_transformer, count_bytes, fill_tree, read_grads
 from optaxclip._base.types import PyTree
@@ -60,8 +60,8 @@ def measure_step(
 ) -> list[Row]:
     """Measures a step with and without clipping."""
     programs = {PLAIN: compile_steps(optimizer(), grads, every)}
-    for variant, clip in clips.items():
-        programs[variant] = compile_steps(optax.chain(clip, optimizer()), grads, every)
+    for name, clip in clips.items():
+        programs[name] = compile_steps(optax.chain(clip, optimizer()), grads, every)
     programs[READ] = Program(read_grads, jnp.zeros(()), grads)
     return measure_programs(case, programs, count_bytes(grads), effort.rounds)
 
@@ -77,29 +77,25 @@ def measure_programs(
       size: The bytes of the gradients.
       rounds: The number of runs per program.
     """
-    times, plain = measure_times(programs, rounds), programs[PLAIN].temporary_bytes
-    baselines = [variant for variant in (READ, PLAIN) if variant in programs]
-    rows = [
-        Row(case, variant, {"ms": summarize(times[variant]).scale(1e3)}) for variant in baselines
-    ]
-    for variant in (variant for variant in programs if variant not in baselines):
-        extra_bytes = _subtract(programs[variant].temporary_bytes, plain)
+    times, plain = time_calls(programs, rounds), programs[PLAIN].temporary_bytes
+    baselines = [name for name in (READ, PLAIN) if name in programs]
+    rows = [Row(case, name, {"ms": summarize(times[name]).scale(1e3)}) for name in baselines]
+    for name in (name for name in programs if name not in baselines):
+        extra_bytes = _subtract(programs[name].temporary_bytes, plain)
         percentage = None if extra_bytes is None else 100 * extra_bytes / size
-        rows.append(
-            Row(case, variant, _compute_figures(times, variant) | {"extra_memory": percentage})
-        )
+        rows.append(Row(case, name, _compute_figures(times, name) | {"extra_memory": percentage}))
     return rows
 
 
-def _compute_figures(times: Times, variant: str) -> dict[str, Figure]:
-    added = times[variant] - times[PLAIN]
+def _compute_figures(times: Times, name: str) -> dict[str, Figure]:
+    added = times[name] - times[PLAIN]
     figures: dict[str, Figure] = {
-        "ms": summarize(times[variant]).scale(1e3),
+        "ms": summarize(times[name]).scale(1e3),
         "added_ms": summarize(added).scale(1e3),
     }
     if READ in times:
         figures["of_reads"] = compute_ratio(added, times[READ])
-    if variant != THEIRS and THEIRS in times:
+    if name != THEIRS and THEIRS in times:
         figures["of_optax"] = compute_ratio(added, times[THEIRS] - times[PLAIN])
     return figures
 

@@ -86,7 +86,7 @@ class Program(InPlaceProgram):
         return self._memory["carry"]
 
 
-def measure_times(
+def time_calls(
     variants: Mapping[str, Call], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
     """Measures the seconds of calls in every round.

@@ -70,7 +70,7 @@ def assert_histogram_reads_once(device: str, mesh: str) -> None:
     case = Case(device, "transformer2", mesh=mesh, method="histogram")
     run, plain = case.compile(OURS), case.canonicalize(NONE).compile(NONE)
     counting, other = (
-        count(run.text, default_trip_count=trip_count) - plain.counts for trip_count in (1, 0)
+        count(run.text, trip_count=trip_count) - plain.counts for trip_count in (1, 0)
     )
     assert run.counts.loops >= 1
     assert counting.read + counting.written <= (1 + MORE_MOVED_BY_COUNTS) * run.gradients

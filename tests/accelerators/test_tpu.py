@@ -72,7 +72,7 @@ def test_ghost_norms_keep_convolutions_in_fast_memory():
         per_example.compile_for(V5E, model_spec, run)
         for run in (
             per_example.compute_plain_grad(model_spec),
-            per_example.clip_with_optaxclip(model_spec, "ghost", None),
+            per_example.clip_grads(model_spec, "ghost", None),
         )
     )
     moved = [run.counts.read + run.counts.written for run in (plain, ghost)]

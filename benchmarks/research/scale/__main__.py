@@ -44,8 +44,8 @@ def run(study: Study, minutes: float) -> None:
 
 def format_tables(rows: list[Any]) -> str:
     """Formats the final losses without clipping and the differences of methods by optimizer."""
-    reported = [row for row in rows if row["seed"] in map(str, SEEDS)]
-    ends = {(*_get_group(row), row["seed"]): float(row["end"]) for row in reported}
+    rows = [row for row in rows if row["seed"] in map(str, SEEDS)]
+    ends = {(*_get_group(row), row["seed"]): float(row["end"]) for row in rows}
     lines = []
     for optimizer in OPTIMIZERS:
         lines += [
@@ -56,9 +56,7 @@ def format_tables(rows: list[Any]) -> str:
         for method in METHODS:
             cells = []
             for case in CASES:
-                cell_rows = [
-                    row for row in reported if _get_group(row) == (optimizer, case, method)
-                ]
+                cell_rows = [row for row in rows if _get_group(row) == (optimizer, case, method)]
                 base = [
                     ends.get((optimizer, case, NONE, row["seed"]), math.nan) for row in cell_rows
                 ]

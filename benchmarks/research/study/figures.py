@@ -154,14 +154,12 @@ def format_summary(figures: Figures) -> str:
     """Formats the methods that help and harm most by fault."""
     lines = []
     for fault in _list_faults(figures):
-        fault_rows = [
-            row for row in _select_pooled(figures) if row["fault"] == fault and row["gain"]
-        ]
+        fault_rows = [row for row in _pool(figures) if row["fault"] == fault and row["gain"]]
         fault_rows.sort(key=lambda row: -float(row["gain"]))
         helps = [row for row in fault_rows if row["verdict"] == HELPS]
         harms = [row for row in reversed(fault_rows) if row["verdict"] == HARMS]
         lines.append(
-            [_format_link("evidence_figures.md", fault), _format_first(helps), _format_first(harms)]
+            [_link("evidence_figures.md", fault), _format_first(helps), _format_first(harms)]
         )
     return format_table(["", "helps", "harms"], lines)
 
@@ -177,7 +175,7 @@ def format_rates(figures: Figures) -> str:
         found = [task_rows.get(f"no fault, {rate}", {}) for rate in rates]
         start = next((row["start"] for row in found if row), ABSENT)
         each = [f"{row['rate']}, {row['loss']}" if row else ABSENT for row in found]
-        lines.append([_format_link("evidence_figures.md", task), start, *each])
+        lines.append([_link("evidence_figures.md", task), start, *each])
     head = ["", "loss at the start", *(f"{rate}: rate, loss" for rate in ("calm", "edge", "past"))]
     return format_table(head, lines)
 
@@ -185,10 +183,10 @@ def format_rates(figures: Figures) -> str:
 def format_times(figures: Figures) -> str:
     """Formats the times of runs relative to runs without a method."""
     lines = []
-    for row in _select_pooled(figures):
+    for row in _pool(figures):
         if row["time"]:
             time = _format_interval(row, "time")
-            lines.append([_format_link("", row["method"]), time, _format_percent(row["clipped"])])
+            lines.append([_link("", row["method"]), time, _format_percent(row["clipped"])])
     return format_table(["", "time of a run, none = 1", "steps clipped, no fault"], lines)
 
 
@@ -211,13 +209,13 @@ def build_anchor(title: str) -> str:
 
 
 def _format_fault(figures: Figures, fault: str) -> str:
-    rows = [row for row in _select_pooled(figures) if row["fault"] == fault]
+    rows = [row for row in _pool(figures) if row["fault"] == fault]
     rows.sort(key=lambda row: -float(row["gain"] or "inf"))
     return _format_comparison((row["method"], row) for row in rows)
 
 
 def _format_method(figures: Figures, method: str) -> str:
-    rows = [row for row in _select_pooled(figures) if row["method"] == method]
+    rows = [row for row in _pool(figures) if row["method"] == method]
     return _format_comparison((row["fault"], row) for row in rows if row["fault"] != ANY)
 
 
@@ -232,7 +230,7 @@ def _format_comparison(rows: Iterable[tuple[str, Row]]) -> str:
         best = " ".join(filter(None, (row["beside_best"] or ABSENT, row["beside_best_verdict"])))
         share = _format_interval(row, "gain")
         lost, clipped = _format_percent(row["lost"]), _format_percent(row["clipped"])
-        lines.append([_format_link("", name), share, verdict, best, pairs, lost, back, clipped])
+        lines.append([_link("", name), share, verdict, best, pairs, lost, back, clipped])
     head = ["", GAIN, "verdict", OVER_BEST, "tasks: helps, harms"]
     return format_table([*head, "runs lost", "steps until back", "steps clipped"], lines)
 
@@ -295,12 +293,12 @@ def _shorten(fault: str) -> str:
     return fault.removeprefix("no fault, ").removeprefix("a ")
 
 
-def _select_pooled(figures: Figures) -> list[Row]:
+def _pool(figures: Figures) -> list[Row]:
     return [row for row in figures if row["tasks"] == TOGETHER]
 
 
 def _list_faults(figures: Figures) -> list[str]:
-    return [name for name in list_values(_select_pooled(figures), "fault") if name != ANY]
+    return [name for name in list_values(_pool(figures), "fault") if name != ANY]
 
 
 def _list_tasks(figures: Figures) -> list[str]:
@@ -324,5 +322,5 @@ def _format_percent(part: str) -> str:
     return f"{part} %" if part else ABSENT
 
 
-def _format_link(page: str, title: str) -> str:
+def _link(page: str, title: str) -> str:
     return f"[{get_label(title)}]({page}#{build_anchor(get_label(title))})"

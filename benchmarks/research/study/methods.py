@@ -132,10 +132,10 @@ def _append(stage: Callable[[], Step]) -> Make:
 
 
 def _wrap_optimizer(wrap: Callable[[Step], Step]) -> Make:
-    return lambda setting: wrap(_chain_plain(setting))
+    return lambda setting: wrap(_chain(setting))
 
 
-def _chain_plain(setting: Setting) -> Step:
+def _chain(setting: Setting) -> Step:
     return optax.chain(setting.direction, setting.finish)
 
 
@@ -162,7 +162,7 @@ def _build_autoclip(percentile: float, only: tuple[str, ...] = ()) -> Method:
 
 
 METHODS: dict[str, Method] = {
-    "none": Method(_chain_plain),
+    "none": Method(_chain),
     "constant (best)": Method(_prepend_clip(optaxclip.clip_by_global_norm), "best"),
     "constant (suggest)": Method(_prepend_clip(optaxclip.clip_by_global_norm), "suggest"),
     "constant, zero": Method(
@@ -200,8 +200,8 @@ METHODS: dict[str, Method] = {
     "spectral": Method(prepend(lambda: optaxclip.clip_by_spectral_norm(1.0))),
     "skip non-finite": Method(_wrap_optimizer(optaxclip.skip_nonfinite)),
     "skip above": Method(_wrap_optimizer(_skip)),
-    "microbatches": Method(_chain_plain, microbatches=True),
-    "microbatches, clipped": Method(_chain_plain, "suggest", microbatches=True),
+    "microbatches": Method(_chain, microbatches=True),
+    "microbatches, clipped": Method(_chain, "suggest", microbatches=True),
 }
 
 
@@ -216,13 +216,13 @@ def _clip_examples(
 ) -> Make:
     """Clips examples, sums them and adds noise before the optimizer."""
     return lambda setting: optax.chain(
-        _aggregate(setting, threshold(setting), **options), _chain_plain(setting)
+        _aggregate(setting, threshold(setting), **options), _chain(setting)
     )
 
 
 def _clip_after_noise(stage: Callable[[], Step]) -> Make:
     return lambda setting: optax.chain(
-        _aggregate(setting, setting.threshold), count_changes(stage()), _chain_plain(setting)
+        _aggregate(setting, setting.threshold), count_changes(stage()), _chain(setting)
     )
 
 
@@ -232,7 +232,7 @@ def _build_quantile(setting: Setting) -> Any:
 
 def _average_examples(setting: Setting) -> Step:
     mean = optax.stateless(lambda updates, _: jax.tree.map(lambda x: jnp.mean(x, 0), updates))
-    return optax.chain(mean, _chain_plain(setting))
+    return optax.chain(mean, _chain(setting))
 
 
 PRIVATE: dict[str, Method] = {
