@@ -126,7 +126,7 @@ class Seconds(NamedTuple):
         return cls(time.process_time(), time.perf_counter())
 
     def subtract(self, start: "Seconds") -> "Seconds":
-        """Returns the seconds since an earlier time."""
+        """Returns the seconds since `start`."""
         return Seconds(*(x - y for x, y in zip(self, start, strict=True)))
 
 

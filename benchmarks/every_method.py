@@ -46,11 +46,7 @@ GLOBAL: tuple[str, Step] = ("clip_by_global_norm", optax.clip_by_global_norm(1.0
 
 
 def build_methods(inner: Step = SGD) -> dict[str, Step]:
-    """Builds all transformations by name, and some expressions without a name.
-
-    Args:
-      inner: The optimizer in a skip.
-    """
+    """Builds all transformations by name, and some expressions, with `inner` in skips."""
     methods = {
         name: _build_method(fn, inner)
         for name, fn in vars(optaxclip).items()

@@ -126,14 +126,9 @@ def build_variants(model: Model, sizes: list[int]) -> dict[str, dict[str, Fn]]:
 
 
 class Row(NamedTuple):
-    """The measurements of a variant.
+    """The time and memory of a variant relative to the plain gradient, and its compile time.
 
-    Attributes:
-      variant: The name of the variant.
-      kind: The fastest microbatch size, if there are several.
-      time: The time relative to the plain gradient, or None if it was not run.
-      memory: The temporary bytes relative to the plain gradient.
-      compile: The seconds to compile.
+    If there are several microbatch sizes, `kind` is the fastest one. `time` is None if not run.
     """
 
     variant: str

@@ -41,14 +41,7 @@ Lines = tuple[int, int]
 
 
 class Mutation(NamedTuple):
-    """A span of a source and its replacement.
-
-    Attributes:
-      lines: The first and last line. Tests that run one of these lines reach the mutation.
-      start: The first byte of the span.
-      end: The end of the span in bytes.
-      text: The replacement.
-    """
+    """A span of bytes and its replacement, which tests that run one of `lines` reach."""
 
     lines: Lines
     start: int

@@ -96,16 +96,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def measure(workloads: Workloads, effort: Effort, log: Log) -> dict[str, object]:
-    """Runs workloads and prints their tables.
-
-    Args:
-      workloads: Titles and functions by name.
-      effort: Sizes and repetitions.
-      log: Called with the name of a case before it starts.
-
-    Returns:
-      The machine and the figures for `--json`.
-    """
+    """Runs workloads, prints their tables, and returns the report for `--json`."""
     report: dict[str, object] = describe_machine()
     print("; ".join(f"{name} {value}" for name, value in report.items()), end="\n\n")
     sections = []

@@ -69,14 +69,7 @@ def measure_step(
 def measure_programs(
     case: str, programs: Mapping[str, InPlaceProgram], size: int, rounds: int
 ) -> list[Row]:
-    """Measures a step without clipping, and what clipping adds.
-
-    Args:
-      case: The name of the case.
-      programs: The programs `PLAIN`, optionally `READ`, and the variants with clipping.
-      size: The bytes of the gradients.
-      rounds: The number of runs per program.
-    """
+    """Measures the step `PLAIN`, and what clipping of `size` bytes adds in other programs."""
     times, plain = time_calls(programs, rounds), programs[PLAIN].temporary_bytes
     baselines = [name for name in (READ, PLAIN) if name in programs]
     rows = [Row(case, name, {"ms": summarize(times[name]).scale(1e3)}) for name in baselines]

@@ -124,13 +124,7 @@ def _measure_call(variant: Call, calls: int, clock: Callable[[], float]) -> floa
 def measure_phases(
     steps: Mapping[str, Callable[..., Any]], args: Sequence[Any], repetitions: int
 ) -> dict[str, Times]:
-    """Measures the seconds of the compilation phases.
-
-    Args:
-      steps: Functions of the same arguments.
-      args: The arguments.
-      repetitions: The number of compilations per function.
-    """
+    """Measures the seconds of the compilation phases of functions with the same arguments."""
     seconds_by_phase: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     rng = np.random.default_rng(0)
     for _ in range(repetitions):

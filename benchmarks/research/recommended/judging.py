@@ -22,11 +22,7 @@ def read_cells(rows: Iterable[Mapping[str, str]]) -> Cells:
 def find_worst(cells: Cells, optimizer: str, method: str, draws: np.ndarray) -> np.ndarray:
     """Returns the worst mean over tasks and faults for every sample of seeds, float[samples].
 
-    Args:
-      cells: The percentages.
-      optimizer: The name of the optimizer.
-      method: The name of the method.
-      draws: The indices of seeds for all samples and tasks, int[samples, tasks, seeds].
+    `draws` are the indices of seeds for all samples and tasks, int[samples, tasks, seeds].
     """
     tasks = list_tasks(cells)
     means = []

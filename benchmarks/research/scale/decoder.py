@@ -21,14 +21,7 @@ from benchmarks.research.study.task import Params, Task
 
 
 class Size(NamedTuple):
-    """The sizes of the network, of runs, and of the text.
-
-    Attributes:
-      network: The sizes of the network and its batches.
-      steps: The number of steps of a run.
-      every: The number of steps between evaluations.
-      text: The number of bytes.
-    """
+    """The sizes of the network, runs, evaluation intervals, and the text in bytes."""
 
     network: text_model.Size
     steps: int

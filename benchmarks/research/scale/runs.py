@@ -36,13 +36,7 @@ TOO_HIGH = 4.0
 
 
 class Case(NamedTuple):
-    """The conditions of a run.
-
-    Attributes:
-      fault: The name of the fault in the study.
-      is_high: Whether the learning rate is too high.
-      dtype: The dtype of the computation. The loss is scaled for float16.
-    """
+    """The fault, learning rate and dtype of a run. The loss is scaled for float16."""
 
     fault: str = "none"
     is_high: bool = False
@@ -107,13 +101,7 @@ class Run(NamedTuple):
 
 
 class Study:
-    """The runs of a size with their rows.
-
-    Args:
-      size: The size of the decoder and the runs.
-      text: The training text.
-      table: The file, which may contain rows of other sizes or texts.
-    """
+    """The runs of a size and a text, with a table that may contain rows of other studies."""
 
     def __init__(self, size: Size, text: Text, table: TableFile):
         self._size, self._text, self._table = size, text, table

@@ -53,8 +53,7 @@ class Comparison(NamedTuple):
     Attributes:
       share: The mean improvement over the base as a fraction of the gain of the pair.
       chance: The p-value, corrected for the number of compared methods.
-      pairs: The number of pairs.
-      seeds: The number of seeds.
+      pairs, seeds: The numbers of pairs and seeds.
     """
 
     share: Interval

@@ -64,15 +64,7 @@ OF_BATCHES = "no fault, batches of "
 
 
 class Claim(NamedTuple):
-    """A claim of a paper, and the rows that test it.
-
-    Attributes:
-      question: The heading of the section.
-      tasks: The value of the column "tasks".
-      fault: The value of the column "fault".
-      methods: The compared methods.
-      column: The compared column.
-    """
+    """A claim of a paper, with the heading of its section and the rows and column to compare."""
 
     question: str
     tasks: str

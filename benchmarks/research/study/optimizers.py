@@ -69,13 +69,7 @@ DIRECTIONS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 
 def build_optimizer(name: str, rate: Array, steps: int) -> Optimizer:
-    """Builds an optimizer with a warm-up, a constant phase, and a decay to 0.
-
-    Args:
-      name: A name in `DIRECTIONS`.
-      rate: The learning rate, float32[], or float32[steps].
-      steps: The number of steps.
-    """
+    """Builds an optimizer with a warm-up to `rate`, float32[] or float32[steps], and a decay."""
     rate = jnp.broadcast_to(rate, (steps,))
     share = optax.join_schedules(
         [

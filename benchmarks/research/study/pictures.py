@@ -152,10 +152,7 @@ def _compute_harm(cell: Cell, gain: float) -> float:
 
 
 def align_losses(cell: Cell) -> np.ndarray:
-    """Aligns the median losses of the seeds with the last evaluation before the bad step.
-
-    Losses of lost runs are infinite. The result is NaN for evaluations outside the runs.
-    """
+    """Aligns median losses, infinite for lost runs, with the last evaluation before a bad step."""
     if cell.onset is None:
         raise ValueError("cell must be of a fault with a first bad step")
     number = cell.onset[:, None] // cell.every + np.arange(-BEFORE, AFTER + 1)

@@ -66,25 +66,14 @@ RATES_OF_BATCHES = 2.0 ** np.arange(-7, 1)
 
 
 class BatchCell(NamedTuple):
-    """A program for the claim of AGC that large batches and learning rates need it.
-
-    Attributes:
-      batch: The batch size for the task "conv" with SGD.
-      clip: The name of the method.
-    """
+    """The batch size and the method of a program for the claim of AGC."""
 
     batch: int
     clip: str
 
 
 class Cell(NamedTuple):
-    """A program.
-
-    Attributes:
-      task: The name of the task.
-      optimizer: The name of the optimizer.
-      method: The name of the method.
-    """
+    """The names of the task, the optimizer and the method of a program."""
 
     task: str
     optimizer: str

@@ -33,12 +33,7 @@ BACK = 0.02
 
 
 class Recovery(NamedTuple):
-    """The recovery after bad data.
-
-    Attributes:
-      steps: The median number of steps, or infinity if most runs do not recover.
-      never: The fraction of runs that do not recover.
-    """
+    """The median steps of a recovery, which may be infinite, and the fraction without one."""
 
     steps: float
     never: float
