@@ -27,13 +27,7 @@ NEVER = math.inf
 
 
 class Subject(NamedTuple):
-    """A rule with its parameters, and the results of the original (methods.md, 5.1).
-
-    Attributes:
-      make: Builds the rule, with `patience` and `floor` if it accepts them.
-      original: The results of the original for all levels.
-      skips: Whether norms above the threshold skip the step.
-    """
+    """A rule, the results of the original (methods.md, 5.1), and whether it skips steps."""
 
     make: Callable[..., ThresholdRule]
     original: tuple[float, ...] | None = None

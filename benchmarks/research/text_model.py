@@ -22,13 +22,7 @@ MATRICES = ("query_key_value", "out", "up", "down")
 class Size(NamedTuple):
     """The sizes of the network and its batches.
 
-    Attributes:
-      width: The width of the residual stream.
-      heads: The number of attention heads.
-      layers: The number of layers.
-      context: The number of characters of a window.
-      batch: The number of windows of a step.
-      held_out: The number of held-out windows.
+    Windows have `context` characters. `batch` and `held_out` are numbers of windows.
     """
 
     width: int = 64

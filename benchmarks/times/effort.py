@@ -12,16 +12,13 @@ class Effort:
     """Sizes and repetitions.
 
     Attributes:
-      rounds: The number of runs per variant.
-      repetitions: The number of compilations per variant.
+      rounds, repetitions: The numbers of runs and compilations per variant.
       dtypes: The dtypes of the gradients. Steps do not use float16.
       num_elements: The number of elements of the large leaf.
       accumulated: The numbers of accumulated gradients per step.
       layers: The layers of the transformers.
-      width: The width of the transformer in the steps.
-      narrow: The width of the transformer outside `jit`.
-      leaf_counts: The numbers of small leaves.
-      eager_leaves: The number of small leaves outside `jit`.
+      width, narrow: The widths of the transformers in steps and outside `jit`.
+      leaf_counts, eager_leaves: The numbers of small leaves inside and outside `jit`.
       small_leaf: The number of elements of a small leaf.
       totals: The total numbers of elements in 10 leaves.
       splits: The numbers of leaves for a tenth of the largest total.

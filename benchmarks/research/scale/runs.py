@@ -79,15 +79,8 @@ METHODS: dict[str, Make] = {
 class Run(NamedTuple):
     """A run, whose first five fields are the key of its row.
 
-    Attributes:
-      optimizer: The name of the optimizer.
-      case: The name of the case in the table.
-      method: The name of the method.
-      tried: The learning rate or the multiple of the norm of a sweep; otherwise "".
-      seed: The seed of all random numbers.
-      conditions: The conditions of the case.
-      rate: The largest learning rate of the schedule.
-      threshold: The constant threshold, or infinity.
+    `tried` is the learning rate or the multiple of the norm of a sweep, otherwise "". `threshold`
+    is infinite without a constant.
     """
 
     optimizer: str

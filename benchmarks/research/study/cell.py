@@ -23,12 +23,8 @@ from optaxclip import accumulate, monitor, ops
 class Begin(NamedTuple):
     """The start of a run, which does not depend on the method.
 
-    Attributes:
-      params: The initial parameters.
-      held_out: The initial held-out loss, float32[].
-      keys: The keys of the batches, [steps].
-      noise: The key of the noise.
-      faults: The faults of the run.
+    `held_out` is the initial loss, float32[]. `keys` are those of the batches, [steps], and `noise`
+    is that of the noise.
     """
 
     params: Any
@@ -39,13 +35,7 @@ class Begin(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The inputs of a program with a leading axis of runs.
-
-    Attributes:
-      begin: The starts of the runs.
-      rate: The learning rates, float32[runs].
-      threshold: The thresholds, float32[runs].
-    """
+    """The inputs of a program with a leading axis of runs."""
 
     begin: Begin
     rate: Array

@@ -17,15 +17,7 @@ SMALLEST_SHARE = 0.005
 
 
 class Case(NamedTuple):
-    """The conditions of a comparison.
-
-    Attributes:
-      name: The name in the code and in anchors.
-      title: The title for readers.
-      short: A short title.
-      fault: The name of the fault in the results.
-      rate: The name of the learning rate in the results, or None for the best one of each method.
-    """
+    """The conditions of a comparison. If `rate` is None, methods use their best learning rate."""
 
     name: str
     title: str

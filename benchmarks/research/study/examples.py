@@ -8,12 +8,7 @@ from jax import Array
 
 
 class Examples(NamedTuple):
-    """A batch, or all held-out examples.
-
-    Attributes:
-      inputs: The inputs of the network, `[examples, ...]`.
-      labels: The labels, int32[examples], or int32[examples, characters] for text.
-    """
+    """Inputs `[examples, ...]`, and labels, int32[examples] or int32[examples, characters]."""
 
     inputs: Array
     labels: Array

@@ -22,14 +22,8 @@ Step = optax.GradientTransformation
 class Setting(NamedTuple):
     """The inputs of a method.
 
-    Attributes:
-      direction: The first part of the optimizer, as in `Optimizer`.
-      finish: The second part of the optimizer.
-      share: The learning rate of a step divided by the largest learning rate.
-      threshold: The threshold of a constant method, float32[].
-      noise: The noise of the task, or 0 for non-private training.
-      key: The key of the noise.
-      examples: The number of examples in a batch.
+    `direction`, `finish` and `share` are as in `Optimizer`. `noise` is 0 for non-private training,
+    and `examples` is the number of examples in a batch.
     """
 
     direction: Step

@@ -56,10 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the page")
     options = parser.parse_args(arguments)
     summary, versions = load(options.results)
-    data_rows = [
-        *rows.format_summary(summary),
-        *claims.format_claims(summary.study, options.results),
-    ]
+    data_rows = [*rows.format_summary(summary)]
+    data_rows += claims.format_claims(summary.study, options.results)
     data, page = options.docs / "evidence.csv", options.docs / "evidence.md"
     figures.write(data, data_rows)
     texts = {**format_tables(figures.read(data)), "runs": describe_runs(summary, versions)}

@@ -24,11 +24,7 @@ def get_versions() -> dict[str, str]:
 class Results:
     """A file of results, which can be continued.
 
-    Incomplete cells of an interrupted run are removed.
-
-    Args:
-      path: The file, which is created if it does not exist.
-      effort: The effort of the study.
+    The file is created if it does not exist. Incomplete cells of an interrupted run are removed.
 
     Raises:
       ValueError: If the file belongs to a study with other settings.

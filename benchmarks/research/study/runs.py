@@ -43,8 +43,6 @@ class Cell(NamedTuple):
       onset: The first bad step, [n], or None.
       every: The number of steps between evaluations.
       seconds: The CPU seconds, [n].
-      learning_rate: The largest learning rate.
-      threshold: The constant threshold, or None.
     """
 
     seeds: np.ndarray
