@@ -1,12 +1,11 @@
-"""What microbatches that are judged cost, beside a `scan` by hand and `optax.MultiSteps`.
+"""Compares rejecting microbatches with a manual `scan` and `optax.MultiSteps`.
 
-  python -m benchmarks.accumulating                 # seconds on a CPU, all ways in turns
+  python -m benchmarks.accumulating                 # seconds on a CPU
   python -m benchmarks.accumulating --device h100   # bytes and memory, as compiled for a GPU
 
-A plain step is `jax.value_and_grad` of one microbatch; what is measured is the gradient of `k` of
-them, in parts of `k` plain steps with one addition of trees each, which are called one by one.
-Seconds are of the processor, of all threads together, which a busy machine changes little, and of
-the clock.
+The gradients of `k` microbatches are compared with `k` separate calls of `jax.value_and_grad`, each
+followed by an addition of trees. Times are CPU seconds of all threads, which a busy machine hardly
+affects, and wall time.
 """
 
 import argparse
@@ -27,35 +26,35 @@ from optaxclip import accumulate
 WIDTHS, NUMBER = (512, 1024, 1024, 512), 8
 ROWS = (64, 512)
 STEPS = "k steps"
-Way = Callable[..., Any]
+Fn = Callable[..., Any]
 
 
 def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-    """A network's mean square."""
+    """Computes the mean square of the outputs of a network."""
     for layer in params:
         x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
     return jnp.mean(jnp.square(x))
 
 
-def zeros_of(params: Any) -> Any:
-    """A loss and a gradient of 0."""
+def make_zeros(params: Any) -> Any:
+    """Returns a loss and a gradient of 0."""
     return jnp.zeros(()), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
 
 
-def by_hand(params: Any, x: jax.Array) -> Any:
-    """The mean gradient, in a `scan` as people write it."""
+def accumulate_manually(params: Any, x: jax.Array) -> Any:
+    """Computes the mean gradient in a manual `scan`."""
     parts = x.reshape(-1, NUMBER, x.shape[-1])
 
     def add(total: Any, i: jax.Array) -> tuple[Any, None]:
         part = jax.lax.dynamic_index_in_dim(parts, i, axis=1, keepdims=False)
         return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, part)), None
 
-    total, _ = jax.lax.scan(add, zeros_of(params), jnp.arange(NUMBER))
+    total, _ = jax.lax.scan(add, make_zeros(params), jnp.arange(NUMBER))
     return jax.tree.map(lambda leaf: leaf / NUMBER, total)
 
 
-def judged_by_hand(params: Any, x: jax.Array) -> Any:
-    """The same, but for microbatches whose loss or norm is not finite: the least a judge can do."""
+def accumulate_finite_manually(params: Any, x: jax.Array) -> Any:
+    """Computes the mean gradient of all microbatches with a finite loss and norm."""
     parts = x.reshape(-1, NUMBER, x.shape[-1])
 
     def add(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
@@ -67,12 +66,12 @@ def judged_by_hand(params: Any, x: jax.Array) -> Any:
         total = jax.tree.map(lambda t, leaf: t + jnp.where(counts, leaf, 0), total, found)
         return (total, count + counts), norm
 
-    (total, count), norms = jax.lax.scan(add, (zeros_of(params), 0), jnp.arange(NUMBER))
+    (total, count), norms = jax.lax.scan(add, (make_zeros(params), 0), jnp.arange(NUMBER))
     return jax.tree.map(lambda leaf: leaf / count, total), norms
 
 
-def multi_steps(params: Any, x: jax.Array) -> Any:
-    """The same by `optax.MultiSteps` around an optimizer that hands gradients on, in a `scan`."""
+def accumulate_with_optax(params: Any, x: jax.Array) -> Any:
+    """Computes the mean gradient with `optax.MultiSteps` around the identity, in a `scan`."""
     parts = x.reshape(-1, NUMBER, x.shape[-1])
     tx = optax.MultiSteps(optax.identity(), NUMBER)
 
@@ -83,54 +82,56 @@ def multi_steps(params: Any, x: jax.Array) -> Any:
         updates, state = tx.update(grads, state, params)
         return (state, updates), loss
 
-    start = (tx.init(params), zeros_of(params)[1])
+    start = (tx.init(params), make_zeros(params)[1])
     (_, grads), losses = jax.lax.scan(add, start, jnp.arange(NUMBER))
     return jnp.mean(losses), grads
 
 
-def ours(rows: int, **options: Any) -> Way:
-    """`accumulate.value_and_grad`."""
+def accumulate_with_optaxclip(rows: int, **options: Any) -> Fn:
+    """Returns `accumulate.value_and_grad` of the loss."""
     return accumulate.value_and_grad(loss_fn, microbatch_size=rows, **options)
 
 
-def ways(rows: int) -> dict[str, Way]:
-    """All that is compared, by name."""
+def build_variants(rows: int) -> dict[str, Fn]:
+    """Returns the compared functions by name."""
     return {
-        "a scan by hand": by_hand,
-        "a judge by hand": judged_by_hand,
-        "optax.MultiSteps": multi_steps,
-        "accumulate": ours(rows),
-        "accumulate, clip=1.0": ours(rows, clip=1.0),
-        "accumulate, compute_norms=False": ours(rows, reject_rule=None, compute_norms=False),
+        "a scan by hand": accumulate_manually,
+        "a judge by hand": accumulate_finite_manually,
+        "optax.MultiSteps": accumulate_with_optax,
+        "accumulate": accumulate_with_optaxclip(rows),
+        "accumulate, clip=1.0": accumulate_with_optaxclip(rows, clip=1.0),
+        "accumulate, compute_norms=False": accumulate_with_optaxclip(
+            rows, reject_rule=None, compute_norms=False
+        ),
     }
 
 
-def shapes(rows: int, place: Any = None) -> tuple[Any, Any]:
-    """The parameters and the batch."""
-    at = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=place)
+def build_shapes(rows: int, sharding: Any = None) -> tuple[Any, Any]:
+    """Returns the shapes of the parameters and the batch."""
+    describe = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=sharding)
     pairs = itertools.pairwise(WIDTHS)
-    params = [{"kernel": at((n, m)), "bias": at((m,))} for n, m in pairs]
-    return params, at((rows * NUMBER, WIDTHS[0]))
+    params = [{"kernel": describe((n, m)), "bias": describe((m,))} for n, m in pairs]
+    return params, describe((rows * NUMBER, WIDTHS[0]))
 
 
 class Seconds(NamedTuple):
-    """How long a call took."""
+    """The CPU time and the wall time of a call."""
 
     processor: float
     clock: float
 
     @classmethod
-    def now(cls) -> "Seconds":
-        """Since some start."""
+    def read_clocks(cls) -> "Seconds":
+        """Reads both clocks."""
         return cls(time.process_time(), time.perf_counter())
 
-    def since(self, begin: "Seconds") -> "Seconds":
-        """The difference."""
-        return Seconds(*(x - y for x, y in zip(self, begin, strict=True)))
+    def subtract(self, start: "Seconds") -> "Seconds":
+        """Returns the seconds since `start`."""
+        return Seconds(*(x - y for x, y in zip(self, start, strict=True)))
 
 
-def steps_one_by_one(params: Any, x: Any, rows: int) -> Callable[[], Seconds]:
-    """`k` compiled steps and additions."""
+def time_separate_steps(params: Any, x: Any, rows: int) -> Callable[[], Seconds]:
+    """Returns a function that measures `k` separate steps and additions."""
     step = jax.jit(jax.value_and_grad(loss_fn))
     add = jax.jit(functools.partial(jax.tree.map, jnp.add), donate_argnums=0)
     parts = [jax.block_until_ready(x[i * rows : (i + 1) * rows]) for i in range(NUMBER)]
@@ -138,52 +139,52 @@ def steps_one_by_one(params: Any, x: Any, rows: int) -> Callable[[], Seconds]:
 
     def run() -> Seconds:
         total = jax.block_until_ready(zeros())
-        begin = Seconds.now()
+        start = Seconds.read_clocks()
         for part in parts:
             total = add(total, step(params, part))
         jax.block_until_ready(total)
-        return Seconds.now().since(begin)
+        return Seconds.read_clocks().subtract(start)
 
     return run
 
 
-def called(compiled: Way, *args: Any) -> Callable[[], Seconds]:
-    """The seconds of a call."""
+def time_calls(compiled: Fn, *args: Any) -> Callable[[], Seconds]:
+    """Returns a function that measures a call."""
 
     def run() -> Seconds:
-        begin = Seconds.now()
+        start = Seconds.read_clocks()
         jax.block_until_ready(compiled(*args))
-        return Seconds.now().since(begin)
+        return Seconds.read_clocks().subtract(start)
 
     return run
 
 
-def times(rows: int, rounds: int) -> None:
-    """Prints a line for each way."""
-    like, keys = shapes(rows), itertools.count()
+def print_times(rows: int, rounds: int) -> None:
+    """Prints a table of times."""
+    shapes, keys = build_shapes(rows), itertools.count()
     params, x = jax.tree.map(
-        lambda s: jax.random.normal(jax.random.key(next(keys)), s.shape) / s.shape[0] ** 0.5, like
+        lambda s: jax.random.normal(jax.random.key(next(keys)), s.shape) / s.shape[0] ** 0.5, shapes
     )
-    runs = {STEPS: steps_one_by_one(params, x, rows)}
+    runs = {STEPS: time_separate_steps(params, x, rows)}
     temporary = {}
-    for name, way in ways(rows).items():
-        compiled = jax.jit(way).lower(params, x).compile()
+    for name, fn in build_variants(rows).items():
+        compiled = jax.jit(fn).lower(params, x).compile()
         temporary[name] = compiled.memory_analysis().temp_size_in_bytes
-        runs[name] = called(compiled, params, x)
-    taken, order = {name: [] for name in runs}, list(runs)
-    shuffled = random.Random(0)
+        runs[name] = time_calls(compiled, params, x)
+    seconds_by_name, order = {name: [] for name in runs}, list(runs)
+    rng = random.Random(0)
     for _ in range(rounds):
         for name in order:
-            taken[name].append(runs[name]())
-        shuffled.shuffle(order)
+            seconds_by_name[name].append(runs[name]())
+        rng.shuffle(order)
     medians = {
         name: Seconds(*map(statistics.median, zip(*seconds[1:], strict=True)))
-        for name, seconds in taken.items()
+        for name, seconds in seconds_by_name.items()
     }
     base = medians[STEPS]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    print(f"\n{rows} rows in a microbatch, {NUMBER} of them, {size / 2**20:.1f} MiB of gradients")
-    print("| way | ms | of k steps | of k steps, by the clock | temporary |\n|---|---|---|---|---|")
+    print(f"\n{NUMBER} microbatches of {rows} rows, {size / 2**20:.1f} MiB of gradients")
+    print("| way | ms | of k steps | of k steps, wall time | temporary |\n|---|---|---|---|---|")
     for name, median in medians.items():
         ratios = [f"{x / y:.3f}" for x, y in zip(median, base, strict=True)]
         memory = f"{temporary[name] / size:.2f}" if name in temporary else ""
@@ -191,17 +192,19 @@ def times(rows: int, rounds: int) -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def per_microbatch(device: str, rows: int, name: str) -> dict[str, float]:
-    """What a way does for one microbatch, as compiled for a device that is only described.
+def count_work(device: str, rows: int, name: str) -> dict[str, float]:
+    """Counts the work per microbatch in a program compiled for a described device.
 
-    Bytes read and written, and the temporary ones of all, are in those of the gradients.
+    Read, written and temporary bytes are multiples of the bytes of the gradients.
     """
-    from benchmarks.accelerators.devices import devices
-    from benchmarks.accelerators.steps import timed
+    from benchmarks.accelerators.devices import get_devices
+    from benchmarks.accelerators.steps import compile_program
 
-    args = shapes(rows, jax.sharding.SingleDeviceSharding(devices(device, 1)[0]))
+    args = build_shapes(rows, jax.sharding.SingleDeviceSharding(get_devices(device, 1)[0]))
     size = 4 * sum(leaf.size for leaf in jax.tree.leaves(args[0]))
-    run = timed(ways(rows)[name], args, size, donated=(), turns=NUMBER)
+    run = compile_program(
+        build_variants(rows)[name], args, size, donate_argnums=(), trip_count=NUMBER
+    )
     return {
         "read": run.counts.read / size / NUMBER,
         "written": run.counts.written / size / NUMBER,
@@ -211,25 +214,25 @@ def per_microbatch(device: str, rows: int, name: str) -> dict[str, float]:
     }
 
 
-def bytes_on(device: str, rows: int) -> None:
-    """Prints a line for each way."""
-    print(f"\n{device}, {rows} rows in a microbatch, {NUMBER} of them")
+def print_bytes(device: str, rows: int) -> None:
+    """Prints a table of bytes."""
+    print(f"\n{device}, {NUMBER} microbatches of {rows} rows")
     print("| way | read | written | kernels | branches | temporary |\n|---|---|---|---|---|---|")
-    for name in ways(rows):
-        cells = (f"{x:.3g}" for x in per_microbatch(device, rows, name).values())
+    for name in build_variants(rows):
+        cells = (f"{x:.3g}" for x in count_work(device, rows, name).values())
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", help="h100, a100, v5e, ...: bytes in the place of seconds")
+    parser.add_argument("--device", help="count bytes for h100, a100, v5e, ...")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     args = parser.parse_args()
     print(f"JAX {jax.__version__}, Optax {optax.__version__}")
     for rows in args.rows:
-        bytes_on(args.device, rows) if args.device else times(rows, args.rounds)
+        print_bytes(args.device, rows) if args.device else print_times(rows, args.rounds)
 
 
 if __name__ == "__main__":

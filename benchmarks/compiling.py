@@ -1,13 +1,13 @@
-"""What every method costs beside Optax's nearest clip: to trace, compile and run, and to start.
+"""Compares the trace, compile, run and startup times of all methods with Optax.
 
   python -m benchmarks.compiling
   python -m benchmarks.compiling --tree alike --method zclip adagc --rounds 5
 
-Seconds to trace (with lowering) and to compile are the processor's, of all threads, from empty
-caches. What is told is the median over the rounds of the ratio to Optax's, which takes turns with
-ours. The update is the whole program: no optimizer hides what a clip costs. What a first `init`
-takes is told in milliseconds, ours / Optax's, because most of Optax's clips have no state. A
-derivative of the update, traced and compiled, is told where it is asked for: Optax's takes minutes.
+The table contains medians over rounds of the ratio to the closest Optax method. Times to trace
+(including lowering) and to compile are CPU seconds of all threads with empty caches. The program
+contains only the update, so no optimizer hides the overhead. The first `init` is reported in
+milliseconds (optaxclip / Optax), because most Optax methods have no state. Use `--phase derivative`
+to compile a derivative of the update, which takes minutes with Optax.
 """
 
 import argparse
@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.every_method import Step, every_method, nearest
-from benchmarks.times.timing import race
+from benchmarks.every_method import Step, build_methods, find_optax_method
+from benchmarks.times.timing import time_calls
 
 Shapes = list[tuple[int, ...]]
 TREES: dict[str, Shapes] = {
@@ -35,79 +35,82 @@ TREES: dict[str, Shapes] = {
     "one": [(64, 64)],
 }
 PHASES = ("trace", "compile", "steady", "eager", "derivative", "init")
-# What aims are for.
-COMPILE, COMPILE_ALIKE, TRACE, STEADY = 2.0, 3.0, 2.5, 1.05
 
 
 def main() -> None:
     """Prints the table."""
-    options = _options()
+    options = _parse_arguments()
     print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
     phases = [phase for phase in PHASES if phase in options.phase]
     if "init" in phases:
-        print(f"`import optaxclip` after JAX and Optax: {1e3 * _import_seconds():.0f} ms")
-    heads = ["tree", "method", "Optax's", *phases]
-    print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
+        print(f"`import optaxclip` after JAX and Optax: {1e3 * _measure_import():.0f} ms")
+    columns = ["tree", "method", "Optax's", *phases]
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     for tree in options.tree or TREES:
-        params = _filled(TREES[tree])
-        for name, tx in every_method().items():
+        params = _draw_params(TREES[tree])
+        for name, tx in build_methods().items():
             if options.method and name not in options.method:
                 continue
-            theirs, optax_tx = nearest(name, tx, params)
-            found = ratios(tx, optax_tx, params, options.rounds, phases)
-            cells = [f"{found[phase]:.2f}" for phase in phases if phase != "init"]
+            optax_name, optax_tx = find_optax_method(name, tx, params)
+            medians = measure_ratios(tx, optax_tx, params, options.rounds, phases)
+            cells = [f"{medians[phase]:.2f}" for phase in phases if phase != "init"]
             if "init" in phases:
                 cells.append(
-                    " / ".join(f"{_init_ms(way, params):.0f} ms" for way in (tx, optax_tx))
+                    " / ".join(
+                        f"{_measure_init(variant, params):.0f} ms" for variant in (tx, optax_tx)
+                    )
                 )
-            print(f"| {tree} | {name} | {theirs} | {' | '.join(cells)} |", flush=True)
+            print(f"| {tree} | {name} | {optax_name} | {' | '.join(cells)} |", flush=True)
 
 
-def ratios(
+def measure_ratios(
     ours: Step, theirs: Step, params: Any, rounds: int, phases: Iterable[str] = PHASES
 ) -> dict[str, float]:
-    """For each phase the median of the rounds' ratios of ours to theirs."""
+    """Returns the median ratio of optaxclip to Optax for every phase."""
     grads = jax.tree.map(lambda x: 0.5 * x, params)
-    seconds: dict[str, list[float]] = {}
-    for cold, of_phases in ((_cold, ("trace", "compile")), (_cold_derivative, ("derivative",))):
-        for turn in range(rounds if set(of_phases) & set(phases) else 0):
-            ways = (ours, theirs) if turn % 2 else (theirs, ours)
-            taken = {way: cold(way, grads, params) for way in ways}
-            for phase in of_phases:
-                ratio = taken[ours][phase] / taken[theirs][phase]
-                seconds.setdefault(phase, []).append(ratio)
-    found = {phase: statistics.median(values) for phase, values in seconds.items()}
-    for phase, prepared in (("steady", _compiled), ("eager", _eager)):
+    ratios: dict[str, list[float]] = {}
+    for measure, measured in (
+        (_measure_compilation, ("trace", "compile")),
+        (_measure_derivative, ("derivative",)),
+    ):
+        for round_index in range(rounds if set(measured) & set(phases) else 0):
+            variants = (ours, theirs) if round_index % 2 else (theirs, ours)
+            results = {variant: measure(variant, grads, params) for variant in variants}
+            for phase in measured:
+                ratio = results[ours][phase] / results[theirs][phase]
+                ratios.setdefault(phase, []).append(ratio)
+    medians = {phase: statistics.median(values) for phase, values in ratios.items()}
+    for phase, prepare in (("steady", _compile_update), ("eager", _call_eagerly)):
         if phase in phases:
-            ways = {
-                "ours": prepared(ours, grads, params),
-                "theirs": prepared(theirs, grads, params),
+            variants = {
+                "ours": prepare(ours, grads, params),
+                "theirs": prepare(theirs, grads, params),
             }
-            times = race(ways, 5 * rounds)
-            found[phase] = float(np.median(times["ours"] / times["theirs"]))
-    return found
+            times = time_calls(variants, 5 * rounds)
+            medians[phase] = float(np.median(times["ours"] / times["theirs"]))
+    return medians
 
 
-def _cold(tx: Step, grads: Any, params: Any) -> dict[str, float]:
-    """The processor's seconds to trace and lower an update, and to compile it."""
-    return _seconds(tx.update, grads, tx.init(params), params)
+def _measure_compilation(tx: Step, grads: Any, params: Any) -> dict[str, float]:
+    """Measures the CPU seconds to trace and lower an update, and to compile it."""
+    return _measure_phases(tx.update, grads, tx.init(params), params)
 
 
-def _cold_derivative(tx: Step, grads: Any, params: Any) -> dict[str, float]:
-    """The same of the derivative of a sum over the update, together."""
+def _measure_derivative(tx: Step, grads: Any, params: Any) -> dict[str, float]:
+    """Measures the CPU seconds to trace, lower and compile the derivative of an update."""
     state = tx.init(params)
 
     def total(grads: Any) -> Any:
         updates, _ = tx.update(grads, state, params)
         return sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(updates))
 
-    return {"derivative": sum(_seconds(jax.grad(total), grads).values())}
+    return {"derivative": sum(_measure_phases(jax.grad(total), grads).values())}
 
 
-def _seconds(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
-    """The processor's seconds to trace and lower, and to compile, with nothing in the caches."""
+def _measure_phases(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """Measures the CPU seconds to trace and lower, and to compile, with empty caches."""
     jax.clear_caches()
-    # When Python collects garbage (50 to 100 milliseconds) depends on what ran before.
+    # The time of a garbage collection (50 to 100 milliseconds) depends on earlier programs.
     gc.collect()
     gc.disable()
     ticks = [time.process_time()]
@@ -119,8 +122,8 @@ def _seconds(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
     return dict(zip(("trace", "compile"), np.diff(ticks).tolist(), strict=True))
 
 
-def _init_ms(tx: Step, params: Any) -> float:
-    """The milliseconds of a first `init`, with nothing in the caches: the median of three."""
+def _measure_init(tx: Step, params: Any) -> float:
+    """Measures the median milliseconds of three calls of `init` with empty caches."""
     times = []
     for _ in range(3):
         jax.clear_caches()
@@ -131,8 +134,8 @@ def _init_ms(tx: Step, params: Any) -> float:
     return statistics.median(times)
 
 
-def _import_seconds() -> float:
-    """The seconds of `import optaxclip` in a new process: the median of five."""
+def _measure_import() -> float:
+    """Measures the median seconds of `import optaxclip` in five new processes."""
     code = (
         "import time, jax, optax; start = time.perf_counter(); import optaxclip; "
         "print(time.perf_counter() - start)"
@@ -141,26 +144,26 @@ def _import_seconds() -> float:
     return statistics.median(map(float, runs))
 
 
-def _compiled(tx: Step, grads: Any, params: Any) -> Callable[[], object]:
+def _compile_update(tx: Step, grads: Any, params: Any) -> Callable[[], object]:
     state = tx.init(params)
     update = jax.jit(tx.update).lower(grads, state, params).compile()
     return lambda: jax.block_until_ready(update(grads, state, params))
 
 
-def _eager(tx: Step, grads: Any, params: Any) -> Callable[[], object]:
+def _call_eagerly(tx: Step, grads: Any, params: Any) -> Callable[[], object]:
     state = tx.init(params)
     return lambda: jax.block_until_ready(tx.update(grads, state, params))
 
 
-def _filled(shapes: Shapes) -> list[jax.Array]:
+def _draw_params(shapes: Shapes) -> list[jax.Array]:
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-def _options() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tree", nargs="+", choices=TREES)
-    parser.add_argument("--method", nargs="+", help="by their names in the table")
+    parser.add_argument("--method", nargs="+", help="names in the table")
     usual = [phase for phase in PHASES if phase != "derivative"]
     parser.add_argument("--phase", nargs="+", choices=PHASES, default=usual)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,7 +1,7 @@
-"""The transformations of the package, made with usual arguments, and what Optax has in their place.
+"""Builds all public transformations with typical arguments, and the closest methods of Optax.
 
-They are found by what the package exports: a new one is among them by itself, and one that needs an
-argument of a new name is an error here.
+New transformations are included automatically. A required argument with an unknown name is an
+error.
 """
 
 import inspect
@@ -27,7 +27,7 @@ ARGUMENTS: dict[str, Any] = {
     "labels": lambda path, leaf: "matrix" if jnp.ndim(leaf) == 2 else "vector",
     "c": 1.0,
 }
-"""What required arguments are, by their names."""
+"""The values of required arguments."""
 
 NOT_CLIPS = {
     "clip_by": "the engine itself",
@@ -37,7 +37,7 @@ NOT_CLIPS = {
 }
 
 
-# The statistics of a record, and how they are measured: without the parameters, and with them.
+# The statistics of `monitor.record` that need only gradients, and those that need parameters.
 OF_GRADIENTS = ("norm", "max", "mean_abs", "zero_fraction", "share")
 OF_PARAMETERS = ("param_norm", "ratio", "cosine_param")
 
@@ -45,18 +45,14 @@ SGD = optax.sgd(1e-3)
 GLOBAL: tuple[str, Step] = ("clip_by_global_norm", optax.clip_by_global_norm(1.0))
 
 
-def every_method(inner: Step = SGD) -> dict[str, Step]:
-    """All transformations by name, and some expressions over the engine that have no name.
-
-    Args:
-      inner: the optimizer in a skip.
-    """
-    named = {
-        name: _made(fn, inner)
+def build_methods(inner: Step = SGD) -> dict[str, Step]:
+    """Builds all transformations by name, and some expressions, with `inner` in skips."""
+    methods = {
+        name: _build_method(fn, inner)
         for name, fn in vars(optaxclip).items()
-        if _is_clip(fn) and name[0] != "_"
+        if _is_transformation(fn) and name[0] != "_"
     }
-    return named | {
+    return methods | {
         "z-score by leaf": optaxclip.clip_by(scopes.leaf(), thresholds.zscore()),
         "record": monitor.record(100),
         "record by leaf": monitor.record(100, scope=scopes.leaf()),
@@ -69,39 +65,36 @@ def every_method(inner: Step = SGD) -> dict[str, Step]:
     }
 
 
-def in_steps(
+def build_method_steps(
     optimizer: Callable[[], Step], params: Any
 ) -> dict[str, tuple[Step, tuple[str, Step] | None]]:
-    """Each method in an optimizer's step, by name, and Optax's nearest with its name in one.
+    """Builds steps of all methods, with the name and step of the closest Optax method or None.
 
-    `scale_by_stable_adam` is in the place of Adam. What Optax has nothing for has None.
+    `scale_by_stable_adam` replaces Adam.
     """
-    found: dict[str, tuple[Step, tuple[str, Step] | None]] = {
+    steps: dict[str, tuple[Step, tuple[str, Step] | None]] = {
         "clip_by_spectral_norm": (
             optax.chain(optaxclip.clip_by_spectral_norm(1.0), optimizer()),
             None,
-        ),
-    }
-    for name, tx in every_method(optimizer()).items():
-        theirs, optax_tx = nearest(name, tx, params, optimizer())
-        behind = [] if _is_whole(name) else [optimizer()]
-        if name == "scale_by_stable_adam":
-            behind = [optax.add_decayed_weights(1e-4), optax.scale_by_learning_rate(1e-3)]
-        found[name] = (
-            optax.chain(tx, *behind),
-            (theirs, optax.chain(optax_tx, *behind)),
         )
-    return found
+    }
+    for name, tx in build_methods(optimizer()).items():
+        optax_name, optax_tx = find_optax_method(name, tx, params, optimizer())
+        following = [] if _wraps_optimizer(name) else [optimizer()]
+        if name == "scale_by_stable_adam":
+            following = [optax.add_decayed_weights(1e-4), optax.scale_by_learning_rate(1e-3)]
+        steps[name] = (optax.chain(tx, *following), (optax_name, optax.chain(optax_tx, *following)))
+    return steps
 
 
-def _is_whole(name: str) -> bool:
-    """Whether there is an optimizer in it."""
+def _wraps_optimizer(name: str) -> bool:
+    """Returns `True` if the method wraps an optimizer."""
     return name.startswith("skip") or name == "scale_loss"
 
 
-def nearest(name: str, tx: Step, params: Any, inner: Step = SGD) -> tuple[str, Step]:
-    """What Optax has in the place of a method, with `inner` in a skip: its name and itself."""
-    if _is_whole(name):
+def find_optax_method(name: str, tx: Step, params: Any, inner: Step = SGD) -> tuple[str, Step]:
+    """Returns the name and the transformation of the closest Optax method."""
+    if _wraps_optimizer(name):
         clip = optax.clip_by_global_norm(1.0) if "zclip" in name else optax.identity()
         return "apply_if_finite", optax.apply_if_finite(optax.chain(clip, inner), 5)
     if name.startswith("record"):
@@ -129,14 +122,14 @@ WITH_MOMENTS: dict[str, tuple[str, Step]] = {
 }
 
 
-def _is_clip(fn: Any) -> bool:
+def _is_transformation(fn: Any) -> bool:
     if not inspect.isfunction(fn) or fn.__name__ in NOT_CLIPS:
         return False
     return "Transformation[" in str(inspect.signature(fn).return_annotation)
 
 
-def _made(fn: Callable[..., Step], inner: Step) -> Step:
-    """The transformation with the arguments that it needs."""
+def _build_method(fn: Callable[..., Step], inner: Step) -> Step:
+    """Builds a transformation with its required arguments."""
     name = fn.__name__
     required = [
         parameter.name
@@ -145,7 +138,7 @@ def _made(fn: Callable[..., Step], inner: Step) -> Step:
     ]
     known: dict[str, Any] = {"inner": inner, **ARGUMENTS}
     if name == "skip_above":
-        known = known | {"threshold": 1e3}
+        known["threshold"] = 1e3
     missing = [argument for argument in required if argument not in known]
     if missing:
         raise ValueError(f"benchmarks.every_method: {name} needs {missing}; add them to ARGUMENTS")

@@ -1,7 +1,9 @@
-"""Prints what clipping by global norm gives, ours beside Optax's: `python benchmarks/figures.py`.
+"""Compares the accuracy of clipping by the global norm with Optax.
 
-The truth is NumPy in float64. Optax runs both in eager mode and compiled, where XLA may keep
-intermediate results in more digits than their dtype has.
+  python benchmarks/figures.py
+
+The reference is NumPy in float64. Optax runs both in eager mode and compiled, because XLA may keep
+intermediate results of compiled programs in a higher precision.
 """
 
 import functools
@@ -15,7 +17,7 @@ from jax import lax
 
 import optaxclip
 
-MAKERS = {
+VARIANTS = {
     "optaxclip": optaxclip.clip_by_global_norm,
     "strict=True": functools.partial(optaxclip.clip_by_global_norm, strict=True),
     "Optax, jit": optax.clip_by_global_norm,
@@ -24,53 +26,55 @@ MAKERS = {
 BF16, F16, F32 = jnp.bfloat16, np.float16, np.float32
 
 
-def clip(way, tree, threshold):
-    """The clipped tree and the norm as each library measures it."""
+def clip(variant, tree, threshold):
+    """Returns the clipped tree and the norm that the library computes."""
 
     def run(tree, threshold):
-        tx = MAKERS[way](threshold)
+        tx = VARIANTS[variant](threshold)
         clipped, state = tx.update(tree, tx.init(tree))
         is_ours = hasattr(state, "info")
         return clipped, state.info.norm if is_ours else optax.tree.norm(tree)
 
-    return (run if way == "Optax, eager" else jax.jit(run))(tree, threshold)
+    return (run if variant == "Optax, eager" else jax.jit(run))(tree, threshold)
 
 
-def true_norm(tree):
-    """The L2 norm of all leaves in float64."""
+def compute_norm(tree):
+    """Computes the L2 norm of all leaves in float64."""
     return np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in tree))
 
 
-def row(name, figures):
-    """Prints one line of the table, with one figure for each way."""
+def print_row(name, figures):
+    """Prints a row of the table with one figure per variant."""
     print(f"{name:<50}" + "".join(f"{figure:>18}" for figure in figures), flush=True)
 
 
-def brief(x):
-    """Numbers as short text."""
+def format_briefly(x):
+    """Formats numbers briefly."""
     numbers = [f"{float(number):.4g}" for number in np.asarray(x, np.float64)]
     if len(numbers) > 2 and len(set(numbers)) == 1:
         return f"{numbers[0]} x {len(numbers)}"
     return " ".join(numbers)
 
 
-def norms_and_results():
-    """Large trees: how far off the norm is, and the norm of the result."""
+def print_large_trees():
+    """Prints the error of the norm and the norm of the result for large trees."""
     rng = np.random.default_rng(0)
     for name, dtype, count, size in (
         ("bfloat16, 1000 leaves of 1000", BF16, 1000, 1000),
         ("float16, 150 leaves of 10,000", F16, 150, 10_000),
-        ("float32, 10 million entries", F32, 1, 10_000_000),
+        ("float32, 10 million elements", F32, 1, 10_000_000),
     ):
         tree = [jnp.asarray(rng.standard_normal(size).astype(dtype)) for _ in range(count)]
-        true = true_norm(tree)
-        results = [clip(way, tree, 1.0) for way in MAKERS]
-        row(f"{name}: error of the norm", [f"{float(n) / true - 1:.1e}" for _, n in results])
-        row(f"{name}: result, threshold 1", [f"{true_norm(tree):.7g}" for tree, _ in results])
+        exact = compute_norm(tree)
+        results = [clip(v, tree, 1.0) for v in VARIANTS]
+        print_row(f"{name}: error of the norm", [f"{float(n) / exact - 1:.1e}" for _, n in results])
+        print_row(
+            f"{name}: result, threshold 1", [f"{compute_norm(tree):.7g}" for tree, _ in results]
+        )
 
 
-def many_trees(dtype, decades, count=1000):
-    """Of 1000 random trees, how many are above their threshold, and the worst error of an entry."""
+def print_random_trees(dtype, decades, count=1000):
+    """Prints how many random trees exceed their threshold, and the largest elementwise error."""
     rng = np.random.default_rng(0)
     scale = 10 ** rng.uniform(*decades, count)
     tree = [
@@ -79,42 +83,42 @@ def many_trees(dtype, decades, count=1000):
         for entries in [rng.standard_normal((count, *shape))]
     ]
 
-    def norms(stacked):
+    def compute_norms(stacked):
         flat = [np.asarray(x, np.float64).reshape(count, -1) for x in stacked]
         return np.linalg.norm(np.hstack(flat), axis=1)
 
-    # Thresholds with as many digits as the leaves have.
-    share = rng.uniform(0.1, 0.9, count)
-    thresholds = (norms(tree) * share).astype(dtype)
+    # Thresholds have the precision of the leaves.
+    fraction = rng.uniform(0.1, 0.9, count)
+    thresholds = (compute_norms(tree) * fraction).astype(dtype)
 
-    factors = thresholds.astype(np.float64) / norms(tree)
+    factors = thresholds.astype(np.float64) / compute_norms(tree)
 
-    def excess_and_error(way):
-        def one(tree_and_threshold):
-            tx = MAKERS[way](tree_and_threshold[1])
+    def measure_excess_and_error(variant):
+        def clip_tree(tree_and_threshold):
+            tx = VARIANTS[variant](tree_and_threshold[1])
             return tx.update(tree_and_threshold[0], tx.init(tree_and_threshold[0]))[0]
 
-        clip_all = functools.partial(lax.map, one)
-        if way == "Optax, eager":
+        clip_all = functools.partial(lax.map, clip_tree)
+        if variant == "Optax, eager":
             trees = ([x[i] for x in tree] for i in range(count))
-            results = [one(pair) for pair in zip(trees, jnp.asarray(thresholds), strict=True)]
+            results = [clip_tree(pair) for pair in zip(trees, jnp.asarray(thresholds), strict=True)]
             clipped = [np.stack(leaves) for leaves in zip(*results, strict=True)]
         else:
             clipped = jax.jit(clip_all)((tree, jnp.asarray(thresholds)))
-        over = norms(clipped) / thresholds.astype(np.float64) - 1
+        excess = compute_norms(clipped) / thresholds.astype(np.float64) - 1
         exact = [np.asarray(x, np.float64).T * factors for x in tree]
         pairs = zip(clipped, exact, strict=True)
         errors = [np.max(np.abs(np.asarray(x, np.float64).T / y - 1)) for x, y in pairs]
-        return f"{np.sum(over > 0)} (by {max(0, np.max(over)):.1e})", f"{max(errors):.1e}"
+        return f"{np.sum(excess > 0)} (by {max(0, np.max(excess)):.1e})", f"{max(errors):.1e}"
 
-    above, errors = zip(*map(excess_and_error, MAKERS), strict=True)
+    excesses, errors = zip(*map(measure_excess_and_error, VARIANTS), strict=True)
     name = np.dtype(dtype).name
-    row(f"{name}: of 1000 trees above the threshold", above)
-    row(f"{name}: worst error of an entry in them", errors)
+    print_row(f"{name}: of 1000 trees above the threshold", excesses)
+    print_row(f"{name}: largest elementwise error", errors)
 
 
-def single_trees():
-    """Small trees at the ends of the number formats."""
+def print_edge_cases():
+    """Prints the results for small trees at the limits of the dtypes."""
     for name, dtype, entries, threshold in (
         ("float16 300 x 4, threshold 1", F16, [300] * 4, 1.0),
         ("float16 300 x 4, threshold 1000", F16, [300] * 4, 1000.0),
@@ -130,48 +134,51 @@ def single_trees():
         ("float32 nan 1, threshold 1", F32, [np.nan, 1], 1.0),
     ):
         tree = [jnp.asarray(np.array(entries, np.float64).astype(dtype))]
-        row(name, [brief(clip(way, tree, threshold)[0][0]) for way in MAKERS])
+        print_row(name, [format_briefly(clip(v, tree, threshold)[0][0]) for v in VARIANTS])
 
 
-def meta_gradients():
-    """Derivatives through the clip, with respect to the gradients."""
+def print_derivatives():
+    """Prints derivatives of the clipped gradients with respect to the gradients."""
     for name, entries in (("zeros", [0.0, 0.0]), ("norm == threshold", [0.6, 0.8])):
 
-        def derivative(way, entries=entries):
-            return jax.grad(lambda x: clip(way, [x], 1.0)[0][0].sum())(jnp.asarray(entries))
+        def differentiate(variant, entries=entries):
+            return jax.grad(lambda x: clip(variant, [x], 1.0)[0][0].sum())(jnp.asarray(entries))
 
-        row(f"derivative at {name}, threshold 1", [brief(derivative(way)) for way in MAKERS])
+        print_row(
+            f"derivative at {name}, threshold 1",
+            [format_briefly(differentiate(v)) for v in VARIANTS],
+        )
 
 
-def clipping_twice(count=1000):
-    """Of how many trees clipping again changes the result."""
+def print_clipping_twice(count=1000):
+    """Prints the number of trees that change if they are clipped twice."""
     rng = np.random.default_rng(0)
     trees = jnp.asarray(rng.standard_normal((count, 50)).astype(F32))
 
-    def figure(way):
-        def one(x):
-            once = clip(way, [x], 1.0)[0]
-            return jnp.any(clip(way, once, 1.0)[0][0] != once[0])
+    def count_changed(variant):
+        def is_changed(x):
+            clipped = clip(variant, [x], 1.0)[0]
+            return jnp.any(clip(variant, clipped, 1.0)[0][0] != clipped[0])
 
-        if way == "Optax, eager":
-            return sum(bool(one(x)) for x in trees)
-        return int(jax.jit(lambda trees: lax.map(one, trees))(trees).sum())
+        if variant == "Optax, eager":
+            return sum(bool(is_changed(x)) for x in trees)
+        return int(jax.jit(lambda trees: lax.map(is_changed, trees))(trees).sum())
 
-    row("float32: of 1000 trees changed by clipping twice", map(figure, MAKERS))
+    print_row("float32: of 1000 trees changed by clipping twice", map(count_changed, VARIANTS))
 
 
 def main():
     """Prints the table."""
     print(f"JAX {jax.__version__} on {jax.devices()[0].platform} ({platform.machine()}), ", end="")
     print(f"Optax {optax.__version__}, optaxclip {optaxclip.__version__}")
-    print(f"{'clip_by_global_norm':<50}" + "".join(f"{way:>18}" for way in MAKERS))
-    norms_and_results()
-    many_trees(F32, (-10, 10))
-    many_trees(BF16, (-10, 10))
-    many_trees(F16, (-1, 1.5))
-    clipping_twice()
-    single_trees()
-    meta_gradients()
+    print(f"{'clip_by_global_norm':<50}" + "".join(f"{variant:>18}" for variant in VARIANTS))
+    print_large_trees()
+    print_random_trees(F32, (-10, 10))
+    print_random_trees(BF16, (-10, 10))
+    print_random_trees(F16, (-1, 1.5))
+    print_clipping_twice()
+    print_edge_cases()
+    print_derivatives()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""What skips, loss scales and records add to AdamW's step on a CPU, compared with a branch by hand.
+"""Measures the overhead of skips, loss scaling and recording in an AdamW step on a CPU.
 
-  python -m benchmarks.skipping                          # the table: about 3 minutes on 2 cores
+  python -m benchmarks.skipping                          # about 3 minutes on 2 cores
   python -m benchmarks.skipping --trees mixed --rounds 60
   python -m benchmarks.skipping --rows skip --clock processor
 
-Steps of float32 entries change their donated parameters and state in place, and take turns. Each
-number is the median over the rounds of a step's time divided by the plain step's time. A target is
-a multiple of the row in brackets; the last column has the worst ratio to that row of all trees. The
-clock of the processor adds up the time of all threads, which other work on the machine changes
-less.
+The steps run one after another in every round, with float32 arrays and donated parameters and
+states. The numbers are medians over rounds of the ratio to the plain step. A target is a multiple
+of the row in brackets. The last column is the largest ratio to that row over all trees.
+`--clock processor` adds up the CPU time of all threads, which other work affects less.
 """
 
 import argparse
@@ -25,10 +24,10 @@ import optax
 from jax import lax
 
 import optaxclip
-from benchmarks.times.report import load_average
-from benchmarks.times.steps import step_program
-from benchmarks.times.timing import Times, race, ratio, spread
-from benchmarks.times.trees import filled
+from benchmarks.times.report import get_load_average
+from benchmarks.times.steps import compile_steps
+from benchmarks.times.timing import Times, compute_ratio, summarize, time_calls
+from benchmarks.times.trees import fill_tree
 from optaxclip import monitor, thresholds
 from optaxclip._base.types import PyTree
 
@@ -39,13 +38,13 @@ TREES: dict[str, list[tuple[int, ...]]] = {
     "mixed": [shape for i in range(24) for shape in ((128 + 16 * i, 448 + 8 * i), (448 + 8 * i,))],
     "one": [(2048, 2048)],
 }
-"""About 4 million entries each: equal matrices, matrices and vectors of all shapes, one leaf."""
+"""Trees of about 4 million elements with equal matrices, different shapes, and a single leaf."""
 
 ALL_STATISTICS = ("norm", "max", "mean_abs", "zero_fraction")
 
 
 class Row(NamedTuple):
-    """A step, and the row whose time it may take at most some times."""
+    """A step, and its target as a multiple of the time of another row."""
 
     name: str
     tx: Step
@@ -53,20 +52,20 @@ class Row(NamedTuple):
     target: float = float("inf")
 
 
-def rows() -> list[Row]:
-    """The steps of the table, in its order."""
+def build_rows() -> list[Row]:
+    """Returns the steps in the order of the table."""
     adamw = optax.adamw(1e-3)
     clip, norm = optax.clip_by_global_norm, optaxclip.clip_by_global_norm
     clipped = optax.chain(norm(1.0), adamw)
     default = optax.chain(optaxclip.adagc(), adamw)
 
-    def recorded(**stats: Any) -> Step:
+    def chain_record(**stats: Any) -> Step:
         return optax.chain(monitor.record(64, **stats), adamw)
 
     return [
         Row(PLAIN, adamw),
-        Row(BRANCH, branch(adamw)),
-        Row("lax.cond, Optax's clip", branch(optax.chain(clip(1.0), adamw))),
+        Row(BRANCH, skip_with_cond(adamw)),
+        Row("lax.cond, Optax's clip", skip_with_cond(optax.chain(clip(1.0), adamw))),
         Row("apply_if_finite", optax.apply_if_finite(adamw, 5)),
         Row(CLIP, optax.chain(clip(1.0), adamw)),
         Row("clip_by_global_norm", clipped),
@@ -77,9 +76,9 @@ def rows() -> list[Row]:
         Row("skip_above, zscore", optaxclip.skip_above(adamw, thresholds.zscore()), BRANCH, 1.25),
         Row("skip_above, of updates", optaxclip.skip_above(adamw, 1e3, check="updates")),
         Row("scale_loss", optaxclip.scale_loss(adamw), BRANCH, 1.45),
-        Row("record", recorded(), CLIP, 1.15),
-        *(Row(f"record, {stat}", recorded(stats=stat)) for stat in ALL_STATISTICS[1:]),
-        Row("record, all four", recorded(stats=ALL_STATISTICS), PLAIN, 2.2),
+        Row("record", chain_record(), CLIP, 1.15),
+        *(Row(f"record, {stat}", chain_record(stats=stat)) for stat in ALL_STATISTICS[1:]),
+        Row("record, all four", chain_record(stats=ALL_STATISTICS), PLAIN, 2.2),
         Row("histogram, every step", optax.chain(monitor.histogram(every=1), adamw)),
         Row("histogram, every 100 steps", optax.chain(monitor.histogram(every=100), adamw)),
         Row("events of a clip", monitor.events(clipped)),
@@ -90,8 +89,8 @@ def rows() -> list[Row]:
 PLAIN, BRANCH, CLIP = "plain step", "lax.cond", "Optax's clip"
 
 
-def branch(inner: Step) -> Step:
-    """A skip of steps that are not finite, as one writes it by hand."""
+def skip_with_cond(inner: Step) -> Step:
+    """Skips non-finite steps with a hand-written `lax.cond`."""
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(updates)]
@@ -105,59 +104,59 @@ def branch(inner: Step) -> Step:
 
 
 def measure(
-    tree: str, chosen: list[Row], rounds: int, clock: Callable[[], float], tell: Callable[..., Any]
+    tree: str, rows: list[Row], rounds: int, clock: Callable[[], float], report: Callable[..., Any]
 ) -> Times:
-    """The seconds of each step on a tree, round by round."""
-    grads, programs = filled(TREES[tree], jnp.float32), {}
-    for row in chosen:
-        tell(f"{tree}: {row.name}")
-        programs[row.name] = step_program(row.tx, grads)
-    return race(programs, rounds, clock)
+    """Measures the seconds of the steps on a tree in every round."""
+    grads, programs = fill_tree(TREES[tree], jnp.float32), {}
+    for row in rows:
+        report(f"{tree}: {row.name}")
+        programs[row.name] = compile_steps(row.tx, grads)
+    return time_calls(programs, rounds, clock)
 
 
-def table(chosen: list[Row], found: Mapping[str, Times]) -> str:
-    """The table as Markdown."""
-    lines = [["", *found, "target", "worst"], ["---"] * (len(found) + 3)]
-    plain = [f"{1e3 * spread(times[PLAIN]).median:.2f}" for times in found.values()]
+def format_table(rows: list[Row], times_by_tree: Mapping[str, Times]) -> str:
+    """Formats the table in Markdown."""
+    lines = [["", *times_by_tree, "target", "worst"], ["---"] * (len(times_by_tree) + 3)]
+    plain = [f"{1e3 * summarize(times[PLAIN]).median:.2f}" for times in times_by_tree.values()]
     lines.append([f"{PLAIN}, ms", *plain, "", ""])
-    for row in chosen[1:]:
-        ratios = [_median_ratio(times, row.name, PLAIN) for times in found.values()]
+    for row in rows[1:]:
+        ratios = [_compare(times, row.name, PLAIN) for times in times_by_tree.values()]
         target, worst = "", ""
         if row.base:
-            of_base = max(_median_ratio(times, row.name, row.base) for times in found.values())
-            missed = " (missed)" if of_base > row.target else ""
-            target, worst = f"{row.target} [{row.base}]", f"{of_base:.2f}{missed}"
+            worst_ratio = max(
+                _compare(times, row.name, row.base) for times in times_by_tree.values()
+            )
+            missed = " (missed)" if worst_ratio > row.target else ""
+            target, worst = f"{row.target} [{row.base}]", f"{worst_ratio:.2f}{missed}"
         lines.append([row.name, *(f"{x:.2f}" for x in ratios), target, worst])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _median_ratio(times: Times, row: str, base: str) -> float:
-    found = ratio(times[row], times[base])
-    return np.nan if found is None else found.median
+def _compare(times: Times, row: str, base: str) -> float:
+    spread = compute_ratio(times[row], times[base])
+    return np.nan if spread is None else spread.median
 
 
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
-    options = _options(argv)
+    options = _parse_arguments(argv)
     clock = time.process_time if options.clock == "processor" else time.perf_counter
-    chosen = [
+    rows = [
         row
-        for row in rows()
+        for row in build_rows()
         if row.name in (PLAIN, BRANCH, CLIP)
         or any(text in row.name for text in options.rows or [""])
     ]
     device = jax.devices()[0].device_kind
-    print(f"JAX {jax.__version__}, {device}, {os.cpu_count()} cores, load {load_average()}\n")
-    found = {
-        tree: measure(
-            tree, chosen, options.rounds, clock, lambda text: print(text, file=sys.stderr)
-        )
+    print(f"JAX {jax.__version__}, {device}, {os.cpu_count()} cores, load {get_load_average()}\n")
+    times_by_tree = {
+        tree: measure(tree, rows, options.rounds, clock, lambda text: print(text, file=sys.stderr))
         for tree in options.trees or TREES
     }
-    print(table(chosen, found))
+    print(format_table(rows, times_by_tree))
 
 
-def _options(argv: list[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         "benchmarks.skipping",
@@ -166,8 +165,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--trees", nargs="+", choices=TREES, metavar="TREE", help=", ".join(TREES))
-    parser.add_argument("--rows", nargs="+", metavar="TEXT", help="only rows with such a text")
-    parser.add_argument("--rounds", type=int, default=40, help="how often each step runs")
+    parser.add_argument("--rows", nargs="+", metavar="TEXT", help="only rows that contain a text")
+    parser.add_argument("--rounds", type=int, default=40, help="number of runs per step")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     return parser.parse_args(argv)
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.study`: which method helps? It is in `benchmarks/research/study/`."""
+"""Runs the comparison of all methods in `benchmarks/research/study/`."""
 
 from benchmarks.research.study.__main__ import main
 

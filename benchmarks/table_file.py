@@ -1,4 +1,4 @@
-"""A table in a CSV file: each case adds a row as it ends, and the next run goes on from there."""
+"""Stores the rows of a benchmark in a CSV file, so that another run can continue it."""
 
 import csv
 import io
@@ -17,72 +17,72 @@ Row = Mapping[str, str]
 
 
 class TableFile:
-    """What is in a file, and a way to add to it.
+    """The rows of a CSV file.
 
     Args:
-      path: the file; it is made if it is not there. A row that was cut off is taken out.
-      keys: the columns that say which case a row is.
-      columns: the other ones.
+      path: The file, which is created if it does not exist. An incomplete last row is removed.
+      keys: The columns that identify a row.
+      columns: The other columns.
 
     Attributes:
-      rows: by the values of the keys.
+      rows: The rows by the values of their keys.
 
     Raises:
-      ValueError: for a file with other columns.
+      ValueError: If the file has other columns.
     """
 
     def __init__(self, path: Path, keys: tuple[str, ...], columns: tuple[str, ...]):
         self.path, self.keys, self.columns = path, keys, (*keys, *columns)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        found = csv.DictReader(io.StringIO(whole))
-        if whole and tuple(found.fieldnames or ()) != self.columns:
+        complete = text[: text.rfind("\n") + 1]
+        reader = csv.DictReader(io.StringIO(complete))
+        if complete and tuple(reader.fieldnames or ()) != self.columns:
             raise ValueError(
-                f"{path} must have the columns {list(self.columns)}, got {found.fieldnames}; give "
-                "the path of another file"
+                f"{path} must have the columns {list(self.columns)}, got {reader.fieldnames}; use "
+                "another path"
             )
-        if not whole or whole != text:
+        if not complete or complete != text:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(whole or self._line(self.columns), encoding="utf-8")
-        self.rows: dict[tuple[str, ...], Row] = {self.key(**row): row for row in found}
+            path.write_text(complete or self._format_row(self.columns), encoding="utf-8")
+        self.rows: dict[tuple[str, ...], Row] = {self.key(**row): row for row in reader}
 
     def key(self, **values: Any) -> tuple[str, ...]:
-        """Of a case, from the values of at least the keys."""
+        """Returns the key of a row."""
         return tuple(str(values[name]) for name in self.keys)
 
     def add(self, **values: Any) -> Row:
-        """Writes a row."""
+        """Adds a row to the file."""
         row = {name: str(values[name]) for name in self.columns}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(self._line(tuple(row.values())))
+            file.write(self._format_row(tuple(row.values())))
         self.rows[self.key(**row)] = row
         return row
 
-    def _line(self, cells: tuple[str, ...]) -> str:
+    def _format_row(self, cells: tuple[str, ...]) -> str:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerow(cells)
         return text.getvalue()
 
 
-def device_name() -> str:
-    """The name of the device at hand."""
+def get_device_name() -> str:
+    """Returns the name of the first device."""
     return jax.devices()[0].device_kind
 
 
-def versions() -> str:
-    """Of what figures depend on; optaxclip's is the commit, where Git tells it."""
+def describe_versions() -> str:
+    """Returns the versions of JAX, Optax and optaxclip, as a commit if Git is available."""
     command = ("git", "describe", "--always", "--dirty")
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         )
-        ours = done.stdout.strip()
+        ours = result.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         ours = optaxclip.__version__
     return f"jax {jax.__version__}, optax {optax.__version__}, optaxclip {ours}"
 
 
-def time_left(minutes: float) -> Callable[[], bool]:
-    """Gives a function that says whether another case may begin."""
+def start_timer(minutes: float) -> Callable[[], bool]:
+    """Returns a function that checks whether there is time for another case."""
     end = time.monotonic() + 60 * minutes
     return lambda: time.monotonic() < end

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 import optaxclip
 from benchmarks.research import text_model
-from benchmarks.research.text_model import Params, normalized
+from benchmarks.research.text_model import Params, normalize
 from optaxclip import monitor, plots
 from optaxclip.plots.style import legend_below
 
@@ -79,17 +79,17 @@ def loss_fn(params: Params, tokens: Array, dtype: str) -> Array:
     is_past = jnp.tril(jnp.ones((SIZE.context, SIZE.context), bool))
 
     def layer(x: Array, weights: Params) -> tuple[Array, None]:
-        h = normalized(x, weights["attention_gain"]) @ weights["query_key_value"]
+        h = normalize(x, weights["attention_gain"]) @ weights["query_key_value"]
         q, k, v = jnp.split(h.reshape(*h.shape[:2], SIZE.heads, -1), 3, -1)
         scores = jnp.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
         scores = jnp.where(is_past, scores, jnp.finfo(scores.dtype).min)
         attended = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
         x = x + attended.reshape(x.shape) @ weights["out"]
-        h = normalized(x, weights["up_gain"]) @ weights["up"]
+        h = normalize(x, weights["up_gain"]) @ weights["up"]
         return x + jax.nn.gelu(h) @ weights["down"], None
 
     x, _ = jax.lax.scan(layer, x, params["layers"])
-    logits = normalized(x, params["gain"]) @ params["head"]
+    logits = normalize(x, params["gain"]) @ params["head"]
     found = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return found.mean().astype(jnp.float32)
 

@@ -56,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """The links of the repository become the site's; the page of figures gets its tables."""
     if page.file.src_uri == "evidence_figures.md":
-        markdown = figures.shown(
+        markdown = figures.add_tables(
             markdown, figures.read(links.ROOT / "docs" / "evidence.csv")
         )
     page.meta["hide"] = WIDE.get(page.file.src_uri, [])

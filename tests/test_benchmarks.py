@@ -1,4 +1,4 @@
-"""The benchmarks that need no accelerator start beside an accelerator's plugin; rows are kept."""
+"""Checks that benchmarks for CPUs ignore accelerator plugins, and that rows are kept."""
 
 import csv
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import per_example
-from benchmarks.example_models import mlp
+from benchmarks.example_models import build_mlp
 
 ROOT = Path(__file__).parents[1]
 MICROBATCHES = "vmap, microbatches"
@@ -17,7 +17,7 @@ OURS = {MICROBATCHES, "vmap", "ghost"}
 
 
 def test_accelerator_benchmarks_run_on_cpu():
-    """JAX with a plugin for CUDA would look for a GPU, and fail where there is none."""
+    """JAX with a CUDA plugin would look for a GPU and fail."""
     code = "import benchmarks.accelerators.__main__, jax; print(jax.config.jax_platforms)"
     environment = {key: x for key, x in os.environ.items() if key != "JAX_PLATFORMS"}
     command = [sys.executable, "-c", code]
@@ -32,16 +32,20 @@ def test_per_example_benchmark_keeps_measured_rows(ours, tmp_path, monkeypatch, 
     path = tmp_path / "rows.csv"
     options = ["--ours", "--models", "mlp", "--rounds", "2", "--microbatches", "4"]
     options += ["--out", str(path)]
-    made = per_example.ways
+    made = per_example.build_variants
 
-    def ways(*args):
-        return {way: x for way, x in made(*args).items() if way in {per_example.PLAIN, *ours}}
+    def build_variants(*args):
+        return {
+            variant: x
+            for variant, x in made(*args).items()
+            if variant in {per_example.PLAIN, *ours}
+        }
 
-    monkeypatch.setattr(per_example, "ways", ways)
-    monkeypatch.setitem(per_example.MODELS, "mlp", lambda dtype: mlp(dtype, (4, 3), 8))
+    monkeypatch.setattr(per_example, "build_variants", build_variants)
+    monkeypatch.setitem(per_example.MODELS, "mlp", lambda dtype: build_mlp(dtype, (4, 3), 8))
     monkeypatch.setattr("benchmarks.times.timing.SHORTEST", 0.0)
     per_example.main([*options, "--minutes", "0"])
-    assert capsys.readouterr().out.endswith("by the same command again: mlp\n")
+    assert capsys.readouterr().out.endswith("(run the command again): mlp\n")
     per_example.main(options)
     printed = capsys.readouterr().out
     rows = {row["way"]: row for row in csv.DictReader(path.read_text().splitlines())}
@@ -49,6 +53,6 @@ def test_per_example_benchmark_keeps_measured_rows(ours, tmp_path, monkeypatch, 
     assert rows[MICROBATCHES]["microbatches"] == "4"
     assert float(rows[per_example.PLAIN]["time"]) == 1.0
     assert all(float(row["time"]) > 0 for row in rows.values())
-    monkeypatch.setattr(per_example, "measured", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(per_example, "measure", lambda *_: pytest.fail("measured again"))
     per_example.main(options)
     assert capsys.readouterr().out == printed

@@ -1,4 +1,4 @@
-"""The tool that looks for holes in the tests, on a package that has one."""
+"""Checks the mutation tool on a package with a missing test."""
 
 import shutil
 import subprocess
@@ -50,7 +50,7 @@ SURVIVORS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("git"), reason="the tool asks git for the files")
+@pytest.mark.skipif(not shutil.which("git"), reason="the tool lists files with git")
 def test_mutants_tool_finds_untested_line(tmp_path):
     files = {"optaxclip/tiny.py": CODE, "tests/test_tiny.py": TEST, "optaxclip/__init__.py": ""}
     for path, text in files.items():
@@ -60,7 +60,7 @@ def test_mutants_tool_finds_untested_line(tmp_path):
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     command = [sys.executable, "-m", "benchmarks.mutants", "optaxclip/tiny.py"]
     found = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-    each, at_the_end = found.stdout.split("what no test noticed:")
+    each, at_the_end = found.stdout.split("undetected mutants:")
     outcomes = {
         mutant.splitlines()[-1][5:].strip(): mutant.split()[1].strip(",")
         for mutant in each.split("\n\n")[:-1]

@@ -241,7 +241,7 @@ TABLES = {
         {"per_example_clip_and_aggregate": "the page names the function for most uses"},
     ),
     "transformations: benchmarks": Table(
-        "transformation", lambda: {*every_method.every_method(), *every_method.NOT_CLIPS}
+        "transformation", lambda: {*every_method.build_methods(), *every_method.NOT_CLIPS}
     ),
     # What records and reads.
     "recorders: parts_table": Table(

@@ -1,4 +1,4 @@
-"""The study of the recommended line compares the candidates that its protocol names."""
+"""Checks the study that recommends a method."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def test_choose_clip_matches_candidates():
 
 def test_gains_count_lost_runs_as_zero():
     outcome = runs.Outcome(np.full(4, 2.0), np.array([0.5, 3.0, np.nan, np.inf]), None)
-    np.testing.assert_array_equal(runs.gains(outcome), [1.5, 0, 0, 0])
+    np.testing.assert_array_equal(runs.compute_gains(outcome), [1.5, 0, 0, 0])
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from benchmarks.research.study.summary import summarize
 EVALUATIONS, SEEDS = 5, 3
 
 
-def made(optimizer, method, rate, fault, loss):
+def made(build_optimizer, method, rate, fault, loss):
     return [
         {
             "task": "text",
-            "optimizer": optimizer,
+            "optimizer": build_optimizer,
             "method": method,
             "rate": rate,
             "learning_rate": 0.1,
@@ -44,26 +44,28 @@ def of_batch(size, clip, losses):
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
     lines = []
-    for optimizer in ("adamw", "sgd"):
+    for build_optimizer in ("adamw", "sgd"):
         for rate in ("calm", "edge", "past"):
             is_past = rate == "past"
-            lines += made(optimizer, "none", rate, "none", None if is_past else 1.0)
-            lines += made(optimizer, "constant (best)", rate, "none", 2.0 if is_past else 1.0)
-            lines += made(optimizer, "ZClip (paper)", rate, "none", 1.5 if is_past else 1.0)
-            lines += made(optimizer, "AutoClip", rate, "none", 0.8)
-        lines += made(optimizer, "none", "edge", "spike", 2.0)
-        lines += made(optimizer, "constant (best)", "edge", "spike", 1.0)
-        lines += made(optimizer, "SPAM", "edge", "spike", 1.5 if optimizer == "adamw" else 0.5)
+            lines += made(build_optimizer, "none", rate, "none", None if is_past else 1.0)
+            lines += made(build_optimizer, "constant (best)", rate, "none", 2.0 if is_past else 1.0)
+            lines += made(build_optimizer, "ZClip (paper)", rate, "none", 1.5 if is_past else 1.0)
+            lines += made(build_optimizer, "AutoClip", rate, "none", 0.8)
+        lines += made(build_optimizer, "none", "edge", "spike", 2.0)
+        lines += made(build_optimizer, "constant (best)", "edge", "spike", 1.0)
+        lines += made(
+            build_optimizer, "SPAM", "edge", "spike", 1.5 if build_optimizer == "adamw" else 0.5
+        )
     lines += of_batch(16, "none", {0.1: 0.5, 0.2: 0.3, 0.4: None})
     lines += of_batch(128, "AGC", {0.1: 0.5, 0.2: 0.3, 0.4: 0.4})
     path = tmp_path_factory.mktemp("claims") / "study.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    study = Study.of(runs.cells(results.read(path)))
-    found = [*rows.of_summary(summarize(study)), *claims.of_papers(study, path)]
+    study = Study.from_cells(runs.group_cells(results.read(path)))
+    found = [*rows.format_summary(summarize(study)), *claims.format_claims(study, path)]
     headings = [claim.question for claim in figures.CLAIMS] + ["AGC: large batches"]
     page = "".join(f"### {heading}\n\n" for heading in headings)
     figures.write(path.with_suffix(".csv"), found)
-    parts = figures.shown(page, figures.read(path.with_suffix(".csv"))).split("### ")[1:]
+    parts = figures.add_tables(page, figures.read(path.with_suffix(".csv"))).split("### ")[1:]
     return {part.partition(":")[0]: part for part in parts}
 
 

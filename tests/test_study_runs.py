@@ -54,7 +54,7 @@ def a_line(noise=None):
 
 def drawn(name, steps=400, seed=0):
     number = jnp.int32(faults.NUMBERS[name])
-    run = jax.jit(faults.drawn, static_argnums=2)
+    run = jax.jit(faults.draw, static_argnums=2)
     return jax.tree.map(np.asarray, run(number, jax.random.key(seed), steps))
 
 
@@ -84,18 +84,18 @@ def test_faults_have_documented_effects():
 
 
 def test_watched_counts_changed_steps():
-    stage = methods.watched(optaxclip.clip_by_global_norm(1.0))
+    stage = methods.count_changes(optaxclip.clip_by_global_norm(1.0))
     state, update = stage.init(jnp.zeros(2)), jax.jit(stage.update)
     for grads in ([0.1, 0.0], [3.0, 0.0], [jnp.nan, 0.0], [0.0, 2.0]):
         _, state = update(jnp.array(grads), state)
     # The NaN poisons its neighbour: that step is changed too.
-    assert methods.steps_changed(state) == 3
+    assert methods.get_num_changed(state) == 3
 
 
 def test_edge_selects_largest_nearly_best_learning_rate():
     rates = np.array([0.1, 0.2, 0.4, 0.8])
-    assert plan.edge(rates, np.array([2.0, 1.0, 1.04, 3.0]), start=2.0) == 0.4
-    assert plan.edge(rates, np.array([2.0, 1.0, 1.06, 3.0]), start=2.0) == 0.2
+    assert plan.find_edge(rates, np.array([2.0, 1.0, 1.04, 3.0]), start=2.0) == 0.4
+    assert plan.find_edge(rates, np.array([2.0, 1.0, 1.06, 3.0]), start=2.0) == 0.2
 
 
 def test_lost_run_counts_as_untrained():
@@ -103,13 +103,13 @@ def test_lost_run_counts_as_untrained():
         [[3.0, 2.0, 1.0, 1.0, 1.0], [3.0, 2.0, 1.0, np.nan, np.nan], [3.0, 1, 4, 4, 4]]
     )
     assert plan.is_lost(held_out).tolist() == [False, True, True]
-    assert plan.final(held_out).tolist() == [1.0, 3.0, 3.0]
+    assert plan.get_final_losses(held_out).tolist() == [1.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize("noise", [None, 0.5])
 def test_study_cell_matches_manual_loop(noise):
     task, of = a_line(noise), Cell("line", "sgd", "constant (best)")
-    method = tables.methods_for(noise is not None, "sgd")[of.method]
+    method = tables.select_methods(noise is not None, "sgd")[of.method]
     runner = running.Runner(task, "sgd", method, TINY)
     names = ("none", "jump", "stretch")
     outcome, seconds = runner([0.1] * 3, names, [5] * 3, 0.5)
@@ -123,8 +123,8 @@ def test_study_cell_matches_manual_loop(noise):
 def by_hand(task, names):
     """The losses and norms of runs of `TINY` with these faults, without the cell's program."""
     numbers = jnp.array([list(faults.FAULTS).index(name) for name in names])
-    begin = cell.beginning(task, TINY.steps)(jnp.full(len(names), 5), numbers)
-    parts = optimizers.optimizer("sgd", jnp.float32(0.1), TINY.steps)
+    begin = cell.build_begin(task, TINY.steps)(jnp.full(len(names), 5), numbers)
+    parts = optimizers.build_optimizer("sgd", jnp.float32(0.1), TINY.steps)
     if task.noise is None:
         clip = optaxclip.clip_by_global_norm(0.5)
     else:
@@ -174,10 +174,10 @@ def test_microbatch_rejection_saves_run_from_nan():
 
 @pytest.mark.parametrize(
     ("optimizer", "name"),
-    [(of, name) for of in ("adamw", "sgd", "muon") for name in tables.methods_for(False, of)],
+    [(of, name) for of in ("adamw", "sgd", "muon") for name in tables.select_methods(False, of)],
 )
 def test_study_methods_run_with_finite_losses(optimizer, name):
-    method = tables.methods_for(False, optimizer)[name]
+    method = tables.select_methods(False, optimizer)[name]
     outcome, _ = running.Runner(a_line(), optimizer, method, TINY)([0.01], ["none"], [0], 1.0)
     assert np.isfinite(outcome.held_out).all()
 
@@ -186,9 +186,9 @@ def test_study_resumes_after_interruption(tmp_path):
     path = tmp_path / "study.jsonl"
     found = Found(0.1, {0.1: 1.0}, 2.0, 3.0)
     whole, half = Cell("line", "sgd", "none"), Cell("line", "sgd", "ZClip")
-    rows = [{**whole._asdict(), "seed": i} for i in range(plan.runs(whole, TINY))]
-    batches = plan.OfBatches(16, "AGC")
-    rows += [{**batches._asdict(), "seed": i} for i in range(plan.runs(batches, TINY))]
+    rows = [{**whole._asdict(), "seed": i} for i in range(plan.count_runs(whole, TINY))]
+    batches = plan.BatchCell(16, "AGC")
+    rows += [{**batches._asdict(), "seed": i} for i in range(plan.count_runs(batches, TINY))]
     study = results.Results(path, TINY)
     study.add([{"pair": ["line", "sgd"], "found": found._asdict()}, *rows])
     study.add([{**half._asdict(), "seed": 0}])
@@ -216,23 +216,23 @@ LOSSES = np.array(
 
 
 def test_steps_to_recover_count_from_bad_step():
-    steps = curves.steps_to_recover(LOSSES[[0, 0, 0]], np.array([50, 53, 40]), every=10)
+    steps = curves.count_recovery_steps(LOSSES[[0, 0, 0]], np.array([50, 53, 40]), every=10)
     assert steps.tolist() == [60.0, 57.0, 70.0]
     # With a margin of 0.4 the mean of 3, 2 and 2 is low enough.
-    steps = curves.steps_to_recover(LOSSES[[0, 0, 0]], np.array([50, 53, 30]), 10, 0.4)
+    steps = curves.count_recovery_steps(LOSSES[[0, 0, 0]], np.array([50, 53, 30]), 10, 0.4)
     assert steps.tolist() == [50.0, 47.0, 70.0]
 
 
 def test_steps_to_recover_ignore_nonfinite_losses():
     lost, was_lost = LOSSES[1].copy(), LOSSES[1].copy()
     lost[6:], was_lost[4:] = math.nan, math.nan
-    steps = curves.steps_to_recover(np.stack([lost, was_lost]), 50, every=10)
+    steps = curves.count_recovery_steps(np.stack([lost, was_lost]), 50, every=10)
     assert steps.tolist() == [math.inf, math.inf]
     skipped = np.array([*CALM, math.nan, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
-    assert curves.steps_to_recover(skipped, 50, every=10) == 40.0
+    assert curves.count_recovery_steps(skipped, 50, every=10) == 40.0
 
 
 @pytest.mark.parametrize("onset", [29, 120])
 def test_steps_to_recover_require_losses_around_onset(onset):
     with pytest.raises(ValueError, match=rf"onset must leave 3 .*, got \[{onset}\] for 12"):
-        curves.steps_to_recover(LOSSES, onset, every=10)
+        curves.count_recovery_steps(LOSSES, onset, every=10)

@@ -67,12 +67,12 @@ ALL = [
 
 @pytest.fixture(scope="module")
 def found():
-    return summary.summarize(Study.of(runs.cells(ALL)))
+    return summary.summarize(Study.from_cells(runs.group_cells(ALL)))
 
 
 def test_interval_covers_mean_at_nominal_rate():
     values = np.random.default_rng(3).normal(1.0, 2.0, (400, 12))
-    intervals = [inference.interval(row) for row in values]
+    intervals = [inference.compute_interval(row) for row in values]
     covered = np.mean([found.low <= 1.0 <= found.high for found in intervals])
     assert 0.92 <= covered <= 0.98  # plain percentiles: 0.91
     width = np.mean([found.high - found.low for found in intervals])
@@ -81,52 +81,54 @@ def test_interval_covers_mean_at_nominal_rate():
 
 
 def test_interval_accepts_equal_values_and_rejects_single_value():
-    assert inference.interval(np.full(5, 2.5)) == (2.5, 2.5, 2.5)
-    low_and_high = inference.interval(np.array([1.0, 2.0]))
+    assert inference.compute_interval(np.full(5, 2.5)) == (2.5, 2.5, 2.5)
+    low_and_high = inference.compute_interval(np.array([1.0, 2.0]))
     assert low_and_high.mean == 1.5
     with pytest.raises(ValueError, match="values must be at least two, got 1"):
-        inference.interval(np.array([1.0]))
+        inference.compute_interval(np.array([1.0]))
 
 
 def test_sign_flip_matches_manual_counts_and_scipy():
     # Of the eight sums +-1 +-2 +-3 two are as far from 0 as 6, four as far as 4.
-    assert inference.sign_flip(np.array([1.0, 2.0, 3.0])) == 2 / 8
-    assert inference.sign_flip(np.array([-1.0, 2.0, 3.0])) == 4 / 8
-    assert inference.sign_flip(np.full(12, 0.1)) == 2 / 2**12
-    assert inference.sign_flip(np.zeros(12)) == 1.0
+    assert inference.run_sign_test(np.array([1.0, 2.0, 3.0])) == 2 / 8
+    assert inference.run_sign_test(np.array([-1.0, 2.0, 3.0])) == 4 / 8
+    assert inference.run_sign_test(np.full(12, 0.1)) == 2 / 2**12
+    assert inference.run_sign_test(np.zeros(12)) == 1.0
     differences = np.random.default_rng(0).normal(0.5, 1.0, 10)
     same = stats.permutation_test(
         (differences,), np.mean, permutation_type="samples", n_resamples=2000
     )
-    assert inference.sign_flip(differences) == pytest.approx(same.pvalue)
+    assert inference.run_sign_test(differences) == pytest.approx(same.pvalue)
     with pytest.raises(ValueError, match="differences must be at most 20, got 21"):
-        inference.sign_flip(np.ones(21))
+        inference.run_sign_test(np.ones(21))
 
 
 def test_holm_matches_manual_correction():
     # In order 0.01, 0.02, 0.03, 0.04, times 4, 3, 2, 1, and none below the one before it.
-    assert inference.holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
-    assert inference.holm([0.6, 0.7]) == [1.0, 1.0]
-    assert inference.holm([]) == []
+    assert inference.correct_chances([0.04, 0.01, 0.03, 0.02]) == pytest.approx(
+        [0.06, 0.04, 0.06, 0.06]
+    )
+    assert inference.correct_chances([0.6, 0.7]) == [1.0, 1.0]
+    assert inference.correct_chances([]) == []
 
 
 def test_lost_runs_count_with_initial_loss():
     losses = [[3.0, 1.0, 1.0, 1.0], [3.0, 1.0, None, 1.0], [3.0, 2.0, 9.0, 1.0], [3.0, 1, 2, 3]]
     same = [{**ALL[0], "held_out": x, "seed": seed} for seed, x in enumerate(losses)]
-    (cell,) = runs.cells(same).values()
+    (cell,) = runs.group_cells(same).values()
     assert cell.is_lost.tolist() == [False, True, True, False]
     assert cell.end.tolist() == [1.0, 3.0, 3.0, 2.0]
 
 
 def test_duplicate_runs_raise():
     with pytest.raises(ValueError, match=r"got two of .*seed 0"):
-        runs.cells([ALL[0], ALL[0]])
+        runs.group_cells([ALL[0], ALL[0]])
 
 
 def test_study_differences_pair_seeds(found):
     study = found.study
     assert study.gains[PAIRS[1]] == pytest.approx(10 * study.gains[PAIRS[0]], rel=0.1)
-    differences = study.differences(PAIRS[1], "helper", "none", CASES["tails"])
+    differences = study.compute_differences(PAIRS[1], "helper", "none", CASES["tails"])
     assert list(differences) == list(range(SEEDS))
     # What seeds have in common, ten times the rest, is gone.
     assert np.mean(list(differences.values())) == pytest.approx(0.1, abs=0.01)
@@ -137,7 +139,7 @@ def test_study_verdicts_separate_helpful_and_harmful_methods(found):
     expected = {"constant (best)": HELPS, "helper": HELPS, "harmer": HARMS, "idle": UNCLEAR}
     for name in ("edge", "spike", "tails", "nan", "jump", "stretch"):
         assert {method: of.verdict for method, of in found.pooled[name].items()} == expected
-        assert found.found(HELPS, CASES[name]) == ["helper", "constant (best)"]
+        assert found.list_methods(HELPS, CASES[name]) == ["helper", "constant (best)"]
         helper = found.pooled[name]["helper"]
         assert (helper.pairs, helper.seeds) == (2, SEEDS)
         assert helper.share.low < helper.share.mean < helper.share.high
@@ -150,7 +152,7 @@ def test_study_verdicts_separate_helpful_and_harmful_methods(found):
     # At its best rate, the calm one, the one that harms does not.
     assert found.pooled["best"]["harmer"].verdict == UNCLEAR
     # Past the edge the idle one loses no runs.
-    assert found.helps_nowhere() == ["harmer"]
+    assert found.list_unhelpful() == ["harmer"]
 
 
 def test_tiny_differences_count_as_unclear():
@@ -164,63 +166,72 @@ def test_private_task_compares_separately_with_best_constant(found):
     of_private = found.single["tails"][PAIRS[2]]
     assert "constant (best)" not in of_private
     assert of_private["none"].verdict == HARMS
-    assert found.pairs_with(HELPS, "helper", CASES["tails"]) == sorted(PAIRS[:2])
+    assert found.list_pairs(HELPS, "helper", CASES["tails"]) == sorted(PAIRS[:2])
 
 
 def test_best_case_uses_best_rate_per_method(found):
     # Where the calm rate is worth 0 for all, the one that harms is best off.
     study = found.study
-    assert study.cell(PAIRS[0], "harmer", CASES["best"]) == study.cell(
+    assert study.get_cell(PAIRS[0], "harmer", CASES["best"]) == study.get_cell(
         PAIRS[0], "harmer", CASES["calm"]
     )
-    edge, past = (study.cell(PAIRS[0], "helper", CASES[name]) for name in ("edge", "past"))
-    best = study.cell(PAIRS[0], "helper", CASES["best"])
+    edge, past = (study.get_cell(PAIRS[0], "helper", CASES[name]) for name in ("edge", "past"))
+    best = study.get_cell(PAIRS[0], "helper", CASES["best"])
     assert best.end.mean() == min(edge.end.mean(), past.end.mean())
     short = [x for x in ALL if x["rate"] != "past"]
-    assert Study.of(runs.cells(short)).cell(PAIRS[0], "helper", CASES["best"]) is None
+    assert (
+        Study.from_cells(runs.group_cells(short)).get_cell(PAIRS[0], "helper", CASES["best"])
+        is None
+    )
     # Faults are run at one rate, whichever it is.
     calmer = [x if x["fault"] == "none" else {**x, "rate": "calm"} for x in ALL]
-    of_fault = Study.of(runs.cells(calmer)).cell(PAIRS[0], "helper", CASES["spike"])
-    np.testing.assert_array_equal(of_fault.end, study.cell(PAIRS[0], "helper", CASES["spike"]).end)
+    of_fault = Study.from_cells(runs.group_cells(calmer)).get_cell(
+        PAIRS[0], "helper", CASES["spike"]
+    )
+    np.testing.assert_array_equal(
+        of_fault.end, study.get_cell(PAIRS[0], "helper", CASES["spike"]).end
+    )
 
 
 def test_cells_ignore_settings_and_single_seed_cells():
     others = [{"settings": {}, "versions": {}}, {"pair": ["text", "adamw"], "found": {}}]
-    assert len(runs.cells([*others, *ALL[: SEEDS + 1]])) == 1
+    assert len(runs.group_cells([*others, *ALL[: SEEDS + 1]])) == 1
 
 
 def test_summary_omits_unknown_values():
     uncounted = [{**x, "clipped": None, "onset": 10} for x in ALL if x["fault"] == "spike"]
-    study = Study.of(runs.cells(uncounted))
+    study = Study.from_cells(runs.group_cells(uncounted))
     of_none = summary.summarize(study)
-    assert of_none.clipped("helper", CASES["spike"]) is None
-    assert of_none.recovery("helper", CASES["spike"]) is None  # two losses before it are too few
+    assert of_none.compute_clipped("helper", CASES["spike"]) is None
+    assert (
+        of_none.compute_recovery("helper", CASES["spike"]) is None
+    )  # two losses before it are too few
 
 
 def test_summary_reports_lost_clipped_and_recovery_fractions(found):
-    assert found.lost("none", CASES["past"]) == LOST / SEEDS
-    assert found.lost("helper", CASES["past"]) == 0.0
-    assert found.clipped("helper", CASES["edge"]) == 0.25
-    assert found.seconds("harmer") == (2.0, 2.0, 2.0)
-    assert found.recovery("none", CASES["tails"]) is None
-    assert found.recovery("helper", CASES["spike"]) == (0.0, 0.0)
+    assert found.compute_lost("none", CASES["past"]) == LOST / SEEDS
+    assert found.compute_lost("helper", CASES["past"]) == 0.0
+    assert found.compute_clipped("helper", CASES["edge"]) == 0.25
+    assert found.compute_times("harmer") == (2.0, 2.0, 2.0)
+    assert found.compute_recovery("none", CASES["tails"]) is None
+    assert found.compute_recovery("helper", CASES["spike"]) == (0.0, 0.0)
     # Three bad losses and three good ones take 60 steps from the evaluation before, after which the
     # seeds' spikes come by 0, 0, 1, 1, 2, 3, ... 9 steps.
-    assert found.recovery("none", CASES["spike"]) == (60 - 3, 0.0)
+    assert found.compute_recovery("none", CASES["spike"]) == (60 - 3, 0.0)
 
 
 def test_summary_rows_format_numbers_as_text():
     share = comparing.Comparison(inference.Interval(0.012, -0.0001, 0.5), 0.01, 2, SEEDS)
-    assert [*rows.share("gain", share).values()] == ["+1.2", "0.0", "+50.0"]
-    assert rows.share("gain", None) == {}
-    loss = rows.loss(inference.Interval(2.41234, 2.39, 2.43))
+    assert [*rows.format_share("gain", share).values()] == ["+1.2", "0.0", "+50.0"]
+    assert rows.format_share("gain", None) == {}
+    loss = rows.format_loss(inference.Interval(2.41234, 2.39, 2.43))
     assert loss == {"loss": "2.412", "loss_low": "2.390", "loss_high": "2.430"}
-    loss = rows.loss(inference.Interval(-150.0, -180.0, -120.0))
+    loss = rows.format_loss(inference.Interval(-150.0, -180.0, -120.0))
     assert [*loss.values()] == ["-150", "-180", "-120"]
     parts = (0.0, 0.001, 0.12, 0.999, 1.0, None)
-    assert [rows.percent(x) for x in parts] == ["0", "< 1", "12", "> 99", "100", ""]
+    assert [rows.format_percent(x) for x in parts] == ["0", "< 1", "12", "> 99", "100", ""]
     shown = (summary.Recovery(60.0, 0.0), summary.Recovery(math.inf, 0.75), None)
-    assert [[*rows.steps(x).values()] for x in shown] == [["60", ""], ["never", "75"], []]
+    assert [[*rows.format_recovery(x).values()] for x in shown] == [["60", ""], ["never", "75"], []]
 
 
 @pytest.fixture(scope="module")
@@ -270,16 +281,16 @@ def test_evidence_page_contains_figures_of_runs(written):
 
 def test_figures_page_fills_tables_by_heading(written):
     data = figures.read(written / "evidence.csv")
-    page = figures.shown(
+    page = figures.add_tables(
         "# Figures\n\n## Results by fault\n\n### Spikes\n\nText.\n\n### helper\n", data
     )
     by_fault, by_method = page.split("### helper")
     assert "Text.\n\n|  | gain, % |" in by_fault
     (row,) = re.findall(r"^\| \[helper\]\(#helper\) (\|.*)$", by_fault, re.MULTILINE)
     assert f"| [spikes](#spikes) {row}" in by_method
-    losses = figures.shown("### text, adamw\n", data)
+    losses = figures.add_tables("### text, adamw\n", data)
     assert re.search(r"^\| harmer .*\d −", losses, re.MULTILINE)
-    costs = figures.shown("## Overhead by method\n", data)
+    costs = figures.add_tables("## Overhead by method\n", data)
     assert "| [harmer](#harmer) | 2.00 (2.00 to 2.00) | 0 % |" in costs
 
 
@@ -290,8 +301,8 @@ def test_evidence_page_matches_evidence_csv():
     pytest.importorskip("matplotlib")
     page = importlib.import_module("benchmarks.research.study.page")
     text = (DOCS / "evidence.md").read_text("utf-8")
-    assert page.filled(text, page.tables(DATA)) == text
-    by_hand = page.filled(text, dict.fromkeys(page.tables(DATA), ""))
+    assert page.fill_marks(text, page.format_tables(DATA)) == text
+    by_hand = page.fill_marks(text, dict.fromkeys(page.format_tables(DATA), ""))
     # The next test has the tables of this section.
     before, _, section = by_hand.partition("## Recommended default\n")
     by_hand = before + section.partition("\n## ")[2]
@@ -301,7 +312,7 @@ def test_evidence_page_matches_evidence_csv():
 def test_recommended_tables_equal_judged_rows():
     judging = importlib.import_module("benchmarks.research.recommended.judging")
     data = (DOCS / "../benchmarks/measured/recommended.csv").read_text("utf-8")
-    made = judging.report(list(csv.DictReader(data.splitlines())))
+    made = judging.format_report(list(csv.DictReader(data.splitlines())))
     text = (DOCS / "evidence.md").read_text("utf-8")
     shown = text.partition("## Recommended default\n")[2].partition("\n## ")[0]
     lines = [line for line in shown.splitlines() if line.startswith(("| no clip", "| `"))]
@@ -313,14 +324,14 @@ def test_figures_page_lists_methods_faults_and_tasks():
     text = (DOCS / "evidence_figures.md").read_text("utf-8")
     headings = [x.lower() for x in re.findall(r"^### (.*)$", text, re.MULTILINE)]
     pooled = [row for row in DATA if row["tasks"] == figures.TOGETHER]
-    named = [*figures.names(pooled, "method"), *figures.names(pooled, "fault")]
-    named += [name for name in figures.names(DATA, "tasks") if not name.startswith("all")]
+    named = [*figures.list_values(pooled, "method"), *figures.list_values(pooled, "fault")]
+    named += [name for name in figures.list_values(DATA, "tasks") if not name.startswith("all")]
     claims_of = [claim.question.lower() for claim in figures.CLAIMS]
     assert {*headings} - {*claims_of} - {"agc: large batches"} == {
-        figures.label(name).lower() for name in named
+        figures.get_label(name).lower() for name in named
     } - {figures.ANY}
-    assert not [x for x in methods.METHODS if figures.label(x).lower() not in headings]
-    sections = figures.shown(text, DATA).split("\n### ")[1:]
+    assert not [x for x in methods.METHODS if figures.get_label(x).lower() not in headings]
+    sections = figures.add_tables(text, DATA).split("\n### ")[1:]
     assert not [part.splitlines()[0] for part in sections if "\n|" not in part]
 
 

@@ -81,7 +81,7 @@ def test_text_models_predict_from_earlier_characters(name):
 
 
 def test_held_out_text_comes_from_end():
-    found = text.library()
+    found = text.read_library()
     assert found.train.size > 2_000_000
     assert found.train.size == pytest.approx(9 * found.held_out.size, rel=1e-3)
     last = max(Path(sysconfig.get_path("stdlib")).glob("*.py")).read_text(encoding="utf-8")
@@ -95,7 +95,7 @@ def test_held_out_text_comes_from_end():
 
 def test_digit_images_split_without_overlap():
     pytest.importorskip("sklearn")
-    train, held_out = digits.images()
+    train, held_out = digits.load_images()
     assert train.inputs.shape == (1438, 8, 8, 1)
     assert (train.inputs.min(), train.inputs.max()) == (0, 1)
     seen, unseen = (
@@ -121,7 +121,7 @@ def test_cart_pole_matches_gymnasium():
         theta + 0.02 * theta_dot,
         theta_dot + 0.02 * thetaacc,
     ]
-    after = jax.jit(policy.moved)(states.astype(np.float32), pushes.astype(np.float32))
+    after = jax.jit(policy.step_state)(states.astype(np.float32), pushes.astype(np.float32))
     np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks' command: all workloads run, and what they report is what they promise."""
+"""Checks that all workloads of the benchmark command run and report consistent results."""
 
 import contextlib
 import csv
@@ -10,20 +10,27 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.every_method import every_method, in_steps
+from benchmarks.every_method import build_method_steps, build_methods
 from benchmarks.times import __main__ as bench
 from benchmarks.times import methods
 from benchmarks.times.effort import Effort
-from benchmarks.times.large import large_steps
-from benchmarks.times.report import COLUMNS, Row, Section, load_average
-from benchmarks.times.timing import Program, Spread, Turn, race, ratio, spread
-from benchmarks.times.trees import NORM, filled, leaves, read, transformer
+from benchmarks.times.large import measure_large_steps
+from benchmarks.times.report import COLUMNS, Row, Section, get_load_average
+from benchmarks.times.timing import (
+    InPlaceProgram,
+    Program,
+    Spread,
+    compute_ratio,
+    summarize,
+    time_calls,
+)
+from benchmarks.times.trees import NORM, build_leaves, build_transformer, fill_tree, read_grads
 
 TINY = Effort(
     rounds=2,
     repetitions=1,
     dtypes=("float32",),
-    entries=1000,
+    num_elements=1000,
     accumulated=(1, 2),
     layers=0,
     width=2,
@@ -42,12 +49,12 @@ TINY = Effort(
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """What the whole command writes, of tiny gradients."""
+    """Runs the command with tiny gradients and returns its report."""
     path = tmp_path_factory.mktemp("bench") / "figures.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "QUICK", TINY)
         patch.setattr("benchmarks.times.timing.SHORTEST", 0.0)
-        # As for users: Optax's optimizers mix dtypes.
+        # Optax's optimizers mix dtypes.
         with jax.numpy_dtype_promotion("standard"):
             assert bench.main(["--quick", "--large", "--json", str(path)]) == 0
     return json.loads(path.read_text(encoding="utf-8"))
@@ -57,8 +64,8 @@ def report(tmp_path_factory):
 def test_report_contains_all_workloads(report):
     assert [section["name"] for section in report["sections"]] == [*bench.WORKLOADS, *bench.LARGE]
     for section in report["sections"]:
-        ways = {row["way"] for row in section["rows"]}
-        assert {"optaxclip", "Optax"} <= ways
+        variants = {row["way"] for row in section["rows"]}
+        assert {"optaxclip", "Optax"} <= variants
 
 
 @pytest.mark.slow
@@ -83,39 +90,39 @@ def test_report_contains_documented_cases(report):
     ]
     assert len(cases["steps"]) == 4
     assert len(cases["clip"]) == 2
-    large = {"18,436 entries, float32", "3 leaves of 10, float32"}
+    large = {"18,436 elements, float32", "3 leaves of 10, float32"}
     assert cases["large clips"] == cases["large steps"] == large
 
 
-def some_methods(monkeypatch, names):
-    """In place of all methods, which a test of the night times."""
+def select_methods(monkeypatch, names):
+    """Restricts the benchmark to a few methods."""
 
-    def some(*args):
-        return {name: both for name, both in in_steps(*args).items() if name in names}
+    def build_some(*args):
+        return {name: pair for name, pair in build_method_steps(*args).items() if name in names}
 
-    monkeypatch.setattr(methods, "in_steps", some)
+    monkeypatch.setattr(methods, "build_method_steps", build_some)
 
 
-def timed_methods(path, monkeypatch, *options, dtypes=("float32",)):
-    """The rows of the command, and the cases that it told."""
-    told = []
+def measure_methods(path, monkeypatch, *options, dtypes=("float32",)):
+    """Returns the rows of the command, and the reported cases."""
+    reported = []
     monkeypatch.setattr(bench, "QUICK", dataclasses.replace(TINY, dtypes=dtypes))
-    monkeypatch.setattr(bench, "_progress", lambda: contextlib.nullcontext(told.append))
+    monkeypatch.setattr(bench, "_show_progress", lambda: contextlib.nullcontext(reported.append))
     monkeypatch.setattr("benchmarks.times.timing.SHORTEST", 0.0)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         assert bench.main(["--methods", "--quick", "--out", str(path), *options]) == 0
-    return list(csv.DictReader(path.read_text().splitlines())), told
+    return list(csv.DictReader(path.read_text().splitlines())), reported
 
 
 def test_methods_benchmark_times_methods_once(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.csv"
-    some_methods(monkeypatch, {"zclip", "skip_nonfinite"})
-    assert timed_methods(path, monkeypatch, "--minutes", "0") == ([], [])
-    assert "Missing, and had by the same command again: 6 figures" in capsys.readouterr().out
-    rows, told = timed_methods(path, monkeypatch)
-    trees = ["18,436 entries", "2 networks, 2 steps", "3 leaves of 10"]
+    select_methods(monkeypatch, {"zclip", "skip_nonfinite"})
+    assert measure_methods(path, monkeypatch, "--minutes", "0") == ([], [])
+    assert "Missing (run the command again): 6 figures" in capsys.readouterr().out
+    rows, reported = measure_methods(path, monkeypatch)
+    trees = ["18,436 elements", "2 networks, 2 steps", "3 leaves of 10"]
     pairs = [f"{tree}, float32: {name}" for tree in trees for name in ("zclip", "skip_nonfinite")]
-    assert told == pairs
+    assert reported == pairs
     for row in rows:
         assert float(row["low"]) <= float(row["adds, ms"]) <= float(row["high"])
         assert 0 < float(row["step, ms"]) < math.inf
@@ -124,16 +131,16 @@ def test_methods_benchmark_times_methods_once(tmp_path, monkeypatch, capsys):
         "skip_nonfinite": ("apply_if_finite", True),
         "zclip": ("clip_by_global_norm", True),
     }
-    assert timed_methods(path, monkeypatch) == (rows, [])
+    assert measure_methods(path, monkeypatch) == (rows, [])
     lines = capsys.readouterr().out.splitlines()
-    assert "18,436 entries, float32" in lines[0]
+    assert "18,436 elements, float32" in lines[0]
     assert lines[-1].startswith("| skip_nonfinite |")
 
 
 @pytest.mark.slow
 def test_methods_benchmark_times_all_methods(tmp_path, monkeypatch, capsys):
-    rows, _ = timed_methods(tmp_path / "rows.csv", monkeypatch, dtypes=("float32", "bfloat16"))
-    names = {*every_method(), "clip_by_spectral_norm"}
+    rows, _ = measure_methods(tmp_path / "rows.csv", monkeypatch, dtypes=("float32", "bfloat16"))
+    names = {*build_methods(), "clip_by_spectral_norm"}
     assert {row["method"] for row in rows} == names
     assert len(rows) == 6 * len(names)
     assert "Missing" not in capsys.readouterr().out
@@ -156,45 +163,45 @@ def test_benchmark_command_rejects_invalid_options(options, message, capsys):
     assert message in error
 
 
-def test_race_alternates_between_implementations():
+def test_time_calls_alternates_between_implementations():
     calls = []
-    ways = {name: lambda name=name: calls.append(name) for name in "abc"}
+    variants = {name: lambda name=name: calls.append(name) for name in "abc"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.times.timing.SHORTEST", 0.0)
-        times = race(ways, 4)
+        times = time_calls(variants, 4)
     rounds = np.reshape(calls[-12:], (4, 3))
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
     assert len({tuple(names) for names in rounds}) > 1
     assert {len(samples) for samples in times.values()} == {4}
 
 
-def test_ratio_compares_times_of_same_round():
+def test_compute_ratio_compares_times_of_same_round():
     x, y = np.array([2.0, 4.0, 9.0]), np.array([1.0, 4.0, 3.0])
-    assert ratio(x, y) == Spread(2.0, 1.5, 2.5)
-    assert ratio(x, -y) is None
+    assert compute_ratio(x, y) == Spread(2.0, 1.5, 2.5)
+    assert compute_ratio(x, -y) is None
 
 
 def test_median_lies_between_quartiles():
     for x, y in np.random.default_rng(0).lognormal(size=(100, 2, 5)):
-        for found in (spread(x - y), ratio(x, y), ratio(x - y, y)):
+        for found in (summarize(x - y), compute_ratio(x, y), compute_ratio(x - y, y)):
             assert found.low <= found.median <= found.high
 
 
 def test_program_continues_from_last_result():
-    grads = filled(leaves(3, 4), np.float32)
-    reading = Program(read, np.float32(0), grads)
+    grads = fill_tree(build_leaves(3, 4), np.float32)
+    reading = Program(read_grads, np.float32(0), grads)
     reading()
     reading()
     total = sum(float(leaf.sum()) for leaf in grads)
     assert float(reading.carry) == pytest.approx(2 * total)
 
 
-def test_turns_with_shared_memory_continue_previous_results():
+def test_programs_with_shared_memory_continue_previous_results():
     memory = {"x": np.ones(3, np.float32), "one": np.float32(1), "sum": np.float32(0)}
-    double = Turn(lambda carry: (2 * carry[0], carry[1]), memory, ("x", "one"))
-    total = Turn(lambda carry, x: (carry[0] + x.sum(),), memory, ("sum",), ("x",))
-    for way in (double, total, double, total):
-        way()
+    double = InPlaceProgram(lambda carry: (2 * carry[0], carry[1]), memory, ("x", "one"))
+    total = InPlaceProgram(lambda carry, x: (carry[0] + x.sum(),), memory, ("sum",), ("x",))
+    for variant in (double, total, double, total):
+        variant()
     assert float(memory["sum"]) == 3 * (2 + 4)
 
 
@@ -204,36 +211,36 @@ def test_turns_with_shared_memory_continue_previous_results():
 )
 def test_large_workloads_run_on_accelerators_or_request(backend, options, is_large, monkeypatch):
     measured = []
-    monkeypatch.setattr(
-        bench, "measure", lambda workloads, effort, tell: measured.append(workloads)
-    )
+    monkeypatch.setattr(bench, "measure", lambda workloads, effort, log: measured.append(workloads))
     monkeypatch.setattr("jax.default_backend", lambda: backend)
     assert bench.main(options) == 0
     assert (bench.LARGE.keys() <= measured[0].keys()) == is_large
 
 
 def test_large_steps_skip_workloads_beyond_memory(monkeypatch):
-    monkeypatch.setattr("benchmarks.times.large.free_bytes", lambda: 1000.0)
-    rows = large_steps(dataclasses.replace(TINY, leaf_counts=(30,)), print)
-    assert {row.way for row in rows} == {"left out: too large for the free memory"}
+    monkeypatch.setattr("benchmarks.times.large.get_free_bytes", lambda: 1000.0)
+    rows = measure_large_steps(dataclasses.replace(TINY, leaf_counts=(30,)), print)
+    assert {row.variant for row in rows} == {"left out: too large for the free memory"}
     assert not any(row.figures for row in rows)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_filled_gradients_have_documented_norm(dtype):
-    squares = [np.square(np.asarray(leaf, np.float64)) for leaf in filled(leaves(9, 10**4), dtype)]
+def test_fill_tree_gradients_have_documented_norm(dtype):
+    squares = [
+        np.square(np.asarray(leaf, np.float64)) for leaf in fill_tree(build_leaves(9, 10**4), dtype)
+    ]
     assert np.sqrt(np.sum(squares)) == pytest.approx(NORM, rel=1e-2)
 
 
 def test_transformer_workload_has_expected_shapes():
-    shapes = filled(transformer(6, 8), np.float32)
+    shapes = fill_tree(build_transformer(6, 8), np.float32)
     assert len(shapes["layers"]) == 6
     assert shapes["layers"][0]["up"]["kernel"].shape == (8, 32)
 
 
 def test_section_formats_markdown_table():
     rows = [Row("a case", "ours", {"ms": Spread(1.234, 1.0, 2.0), "extra_memory": None})]
-    lines = Section("x", "A title", rows, load=0.5).markdown().splitlines()
+    lines = Section("x", "A title", rows, load=0.5).to_markdown().splitlines()
     assert lines[0] == "### A title"
     assert lines[2].split("|")[3].strip() == "ms"
     assert "| 1.23 (1 to 2) |" in lines[4]
@@ -245,7 +252,7 @@ def test_section_reports_loaded_machine(monkeypatch):
     rows = [Row("a case", "ours", {"ms": Spread(1.234, 1.0, 2.0)})]
     for load, said in [(4.0, False), (4.1, True), (None, False)]:
         section = Section("x", "A title", rows, load)
-        assert ("LOADED" in section.markdown().splitlines()[2]) == said
-        assert section.as_json()["load"] == load
+        assert ("LOADED" in section.to_markdown().splitlines()[2]) == said
+        assert section.to_json()["load"] == load
     monkeypatch.setattr("os.getloadavg", lambda: (5.25, 1.0, 1.0), raising=False)
-    assert "5.2 on 4 cores" in Section("x", "A title", rows, load_average()).markdown()
+    assert "5.2 on 4 cores" in Section("x", "A title", rows, get_load_average()).to_markdown()

@@ -1,1 +1,1 @@
-"""What a clip costs on accelerators, by what their compilers make of it."""
+"""Counts the overhead of clipping in programs compiled for accelerators."""

@@ -1,15 +1,15 @@
-"""Devices that are only described, for XLA's compilers of their kind."""
+"""Describes GPUs and TPUs for ahead-of-time compilation without devices."""
 
 import functools
 import os
 
-# The TPU's compiler asks for the host that it is on, which is none of a TPU.
+# The TPU compiler queries its host, which is not a TPU host here.
 os.environ |= {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-# The compilers' own remarks, such as that there are no drivers.
+# Hide messages of the compilers, for example about missing drivers.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
@@ -17,10 +17,9 @@ from jax.experimental import topologies
 
 import optaxclip._backend.kernels as kernels
 
-# Of the GPUs below; the border asks those that are there.
+# The package would query the local GPUs instead of the GPUs below.
 kernels.has_fast_float64 = lambda: True
-# There is neither a GPU nor a TPU to look for. JAX reads JAX_PLATFORMS when it is first imported,
-# which may have been before this.
+# JAX must not look for a GPU or TPU. JAX_PLATFORMS would have no effect if JAX was imported before.
 jax.config.update("jax_platforms", "cpu")
 
 _GPU = """
@@ -67,11 +66,11 @@ TPUS = {1: "2x2", 8: "2x4"}
 
 
 @functools.cache
-def devices(name: str, number: int) -> list[jax.Device]:
-    """So many devices of a kind: `h100`, `a100`, or a TPU such as `v5e` or `v6e`.
+def get_devices(name: str, number: int) -> list[jax.Device]:
+    """Describes `number` GPUs (`h100`, `a100`) or TPUs, such as `v5e` or `v6e`.
 
     Raises:
-      RuntimeError: where the compiler is not installed.
+      RuntimeError: If the compiler is not installed.
     """
     if name in GPUS:
         config = _GPU.format(**GPUS[name])
@@ -83,5 +82,5 @@ def devices(name: str, number: int) -> list[jax.Device]:
 
 
 def is_gpu(name: str) -> bool:
-    """Whether kernels are started one by one."""
+    """Returns `True` for GPUs, whose kernels are launched separately."""
     return name in GPUS

@@ -1,4 +1,4 @@
-"""XLA's text of a compiled program, as instructions in computations."""
+"""Parses the HLO text of a compiled program."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ CALLED = re.compile(r"(?:calls|to_apply|body)=(%[\w.-]+)")
 BRANCHES = re.compile(
     r"(?:true_computation|false_computation|branch_computations)=(\{[^}]*\}|%[\w.-]+)"
 )
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 NAMES = re.compile(r"%[\w.-]+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """An instruction of a computation."""
 
     name: str
     type: str
@@ -27,69 +27,69 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """The names of the operands."""
+        """Returns the names of the operands."""
         return tuple(NAMES.findall(self.arguments))
 
     @functools.cached_property
     def size(self) -> int:
-        """The bytes of the result, wherever it lies."""
+        """Returns the bytes of the result in any memory."""
         return sum(size for size, _ in self._arrays)
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """The bytes of the result in the device's large memory."""
+        """Returns the bytes of the result in the main memory of the device."""
         return sum(size for size, fast in self._arrays if not fast)
 
     @functools.cached_property
-    def in_fast_memory(self) -> bool:
-        """Whether the result lies in a TPU's VMEM, or in another memory but the large one."""
+    def is_in_fast_memory(self) -> bool:
+        """Returns `True` if the result is in VMEM or another memory than the main memory."""
         return all(fast for _, fast in self._arrays)
 
     @property
     def _arrays(self) -> list[tuple[int, bool]]:
         return [
-            (_item_bytes(dtype) * _entries(dims), "S(" in layout)
+            (_count_item_bytes(dtype) * _count_elements(dims), "S(" in layout)
             for dtype, dims, layout in ARRAY.findall(self.type)
         ]
 
     @property
-    def number(self) -> int:
-        """A parameter's place."""
+    def index(self) -> int:
+        """Returns the index of a parameter."""
         return int(self.arguments)
 
     @property
     def called(self) -> str | None:
-        """The computation that a fusion, a call or a loop runs."""
+        """Returns the computation that a fusion, a call or a loop runs."""
         found = CALLED.search(self.rest)
         return found and found[1]
 
     @property
     def branches(self) -> list[str]:
-        """The computations of which a conditional runs one."""
+        """Returns the branch computations of a conditional."""
         return [name for found in BRANCHES.findall(self.rest) for name in NAMES.findall(found)]
 
     @property
-    def trips(self) -> int | None:
-        """How often a loop turns, where the compiler says it."""
-        found = TRIPS.search(self.rest)
+    def trip_count(self) -> int | None:
+        """Returns the trip count of a loop if the compiler reports it."""
+        found = TRIP_COUNT.search(self.rest)
         return int(found[1]) if found else None
 
     @property
     def condition(self) -> str | None:
-        """The computation that says whether a loop turns once more."""
+        """Returns the condition computation of a loop."""
         found = CONDITION.search(self.rest)
         return found and found[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions by name, in order; the last one marked is the root."""
+    """The instructions of a computation by name, in order, and its root."""
 
     instructions: dict[str, Instruction]
     root: Instruction
 
-    def operand(self, name: str) -> Instruction:
-        """The instruction behind an operand, seen through those that only rename."""
+    def resolve_operand(self, name: str) -> Instruction:
+        """Returns the instruction that computes an operand, without bitcasts."""
         found = self.instructions[name]
         while found.opcode == "bitcast":
             found = self.instructions[found.operands[0]]
@@ -102,27 +102,27 @@ class Module:
 
     computations: dict[str, Computation]
     entry: Computation
-    turns: int
+    default_trip_count: int
     cheapest_branches: bool
 
-    def trips(self, loop: Instruction) -> int:
-        """How often a loop turns: `turns` if neither the compiler nor its condition says it.
+    def get_trip_count(self, loop: Instruction) -> int:
+        """Returns the trip count of a loop, or `default_trip_count` if it is unknown.
 
-        A TPU's compiler does not say it. Loops that JAX counts begin at 0 and compare with their
-        number.
+        The TPU compiler does not report trip counts. Counted loops of JAX start at 0 and compare
+        the counter with the trip count.
         """
-        if loop.trips is not None:
-            return loop.trips
+        if loop.trip_count is not None:
+            return loop.trip_count
         condition = self.computations[loop.condition]
         if condition.root.opcode == "compare" and "direction=LT" in condition.root.rest:
-            threshold = condition.operand(condition.root.operands[1])
+            threshold = condition.resolve_operand(condition.root.operands[1])
             if threshold.opcode == "constant":
                 return int(threshold.arguments)
-        return self.turns
+        return self.default_trip_count
 
 
-def parse(text: str, turns: int, cheapest_branches: bool = False) -> Module:
-    """Reads what `Compiled.as_text()` gives; `turns` are those of loops that it does not say."""
+def parse(text: str, default_trip_count: int, cheapest_branches: bool = False) -> Module:
+    """Parses the result of `Compiled.as_text()`."""
     computations, entry, lines = {}, None, iter(text.splitlines())
     for line in lines:
         if not line.endswith("{") or line.startswith("HloModule"):
@@ -134,37 +134,37 @@ def parse(text: str, turns: int, cheapest_branches: bool = False) -> Module:
         for inner in lines:
             if inner.startswith("}"):
                 break
-            instruction = _instruction(inner)
+            instruction = _parse_instruction(inner)
             body[instruction.name] = instruction
             root = instruction if inner.lstrip().startswith("ROOT ") else root
         computations[name[0]] = Computation(body, root)
         entry = computations[name[0]] if line.startswith("ENTRY") else entry
-    return Module(computations, entry, turns, cheapest_branches)
+    return Module(computations, entry, default_trip_count, cheapest_branches)
 
 
-def _instruction(line: str) -> Instruction:
+def _parse_instruction(line: str) -> Instruction:
     left, right = line.split(" = ", 1)
-    end = _closing(right, 0) + 1 if right.startswith("(") else right.index(" ")
+    end = _find_closing(right, 0) + 1 if right.startswith("(") else right.index(" ")
     opening = right.index("(", end)
-    closing = _closing(right, opening)
+    closing = _find_closing(right, opening)
     opcode, arguments = right[end:opening].strip(), right[opening + 1 : closing]
     return Instruction(left.split()[-1], right[:end], opcode, arguments, right[closing + 1 :])
 
 
-def _closing(text: str, start: int) -> int:
+def _find_closing(text: str, start: int) -> int:
     depth = 0
-    for place in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
+    for index in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
         if not depth:
-            return place
+            return index
     raise ValueError(f"no closing parenthesis in {text[start : start + 80]!r}")
 
 
-def _entries(dims: str) -> int:
+def _count_elements(dims: str) -> int:
     return math.prod(map(int, filter(None, dims.split(","))))
 
 
-def _item_bytes(dtype: str) -> int:
+def _count_item_bytes(dtype: str) -> int:
     if dtype == "pred":
         return 1
     bits = re.search(r"\d+", dtype)

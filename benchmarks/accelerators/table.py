@@ -1,4 +1,4 @@
-"""The table, a row at a time."""
+"""Formats the table row by row."""
 
 import collections
 import functools
@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from benchmarks.accelerators.cases import Added, Case, added
+from benchmarks.accelerators.cases import Case, Overhead, compute_overhead
 from benchmarks.accelerators.devices import is_gpu
 from benchmarks.accelerators.methods import NONE, OURS, THEIRS
 from benchmarks.accelerators.steps import ONE, Compiled
@@ -17,59 +17,60 @@ SECONDS = ["trace, s", "compile, s", "of Optax's"]
 Runs = dict[str, list[Compiled]]
 
 
-def line(cells: Iterable[str]) -> str:
-    """A line of a table."""
+def format_row(cells: Iterable[str]) -> str:
+    """Formats a line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
-def header(columns: Sequence[str]) -> str:
-    """The names of the columns, of what names a row and of what is told."""
-    return f"{line([*NAMES, *columns])}\n|{'---|' * len([*NAMES, *columns])}"
+def format_header(columns: Sequence[str]) -> str:
+    """Formats the header of a table with the key columns and `columns`."""
+    return f"{format_row([*NAMES, *columns])}\n|{'---|' * len([*NAMES, *columns])}"
 
 
-# One program serves several rows, in each turn anew.
+# Rows share programs within a round, but programs are compiled again in the next round.
 @functools.cache
-def _compiled(case: Case, way: str, turn: int) -> Compiled:
-    return case.compile(way)
+def _compile(case: Case, variant: str, round_index: int) -> Compiled:
+    return case.compile(variant)
 
 
-def rows(
-    cases: Iterable[Case], ways: Iterable[str], rounds: int, columns: Sequence[str]
+def measure_rows(
+    cases: Iterable[Case], variants: Iterable[str], rounds: int, columns: Sequence[str]
 ) -> Iterator[tuple[str, Runs]]:
-    """A line for each case, and the programs that it is about."""
+    """Yields formatted rows with their programs."""
     for case in cases:
         runs = collections.defaultdict(list)
-        for turn, way in itertools.product(range(rounds), ways):
-            runs[way].append(_compiled(case.of(way), way, turn))
-        cells = _seconds(runs)
+        for turn, variant in itertools.product(range(rounds), variants):
+            runs[variant].append(_compile(case.canonicalize(variant), variant, turn))
+        cells = _format_seconds(runs)
         if not set(columns) <= cells.keys():
-            cells |= _counts(case, {way: _added(case.of(way), runs[way][0]) for way in ways}, runs)
+            overheads = [_compute_overhead(case.canonicalize(v), runs[v][0]) for v in variants]
+            cells |= _format_counts(case, overheads, runs)
         mesh = "" if case.mesh == ONE else case.mesh
         names = [case.device, case.model, case.dtype, mesh, case.method]
-        yield line([*names, *(cells[column] for column in columns)]), runs
+        yield format_row([*names, *(cells[column] for column in columns)]), runs
 
 
-def _added(case: Case, run: Compiled) -> Added:
-    return added(run, None if case.is_of_examples else _compiled(case.of(NONE), NONE, 0))
+def _compute_overhead(case: Case, run: Compiled) -> Overhead:
+    is_total = case.is_per_example
+    return compute_overhead(run, None if is_total else _compile(case.canonicalize(NONE), NONE, 0))
 
 
-def _counts(case: Case, found: dict[str, Added], runs: Runs) -> dict[str, str]:
+def _format_counts(case: Case, overheads: list[Overhead], runs: Runs) -> dict[str, str]:
     has_reads = next(iter(runs.values()))[0].gradients > 1
-    all_of = found.values()
     cells = {
-        "branches and loops": _beside(str(x.counts.branches + x.counts.loops) for x in all_of),
-        "collectives": _beside(_named(x.counts.collectives) for x in all_of),
+        "branches and loops": _join(str(x.counts.branches + x.counts.loops) for x in overheads),
+        "collectives": _join(_format_collectives(x.counts.collectives) for x in overheads),
     }
-    cells["kernels"] = _beside(f"{x.counts.kernels:+}" for x in all_of if is_gpu(case.device))
+    cells["kernels"] = _join(f"{x.counts.kernels:+}" for x in overheads if is_gpu(case.device))
     for name in ("read", "written"):
-        cells[name] = _beside(_bytes(x, getattr(x, name)) for x in all_of if has_reads)
-    cells["temporary, %"] = _beside(f"{100 * x.temporary:.2f}" for x in all_of if has_reads)
+        cells[name] = _join(_format_bytes(x, getattr(x, name)) for x in overheads if has_reads)
+    cells["temporary, %"] = _join(f"{100 * x.temporary:.2f}" for x in overheads if has_reads)
     return cells
 
 
-def _seconds(runs: Runs) -> dict[str, str]:
+def _format_seconds(runs: Runs) -> dict[str, str]:
     cells = {
-        f"{phase}, s": _beside(
+        f"{phase}, s": _join(
             f"{statistics.median(getattr(x, phase) for x in results):.2f}"
             for results in runs.values()
         )
@@ -80,15 +81,15 @@ def _seconds(runs: Runs) -> dict[str, str]:
     return cells | {"of Optax's": f"{statistics.median(ratios):.2f}" if ratios else ""}
 
 
-def _bytes(x: Added, value: float) -> str:
-    """What is in a branch is not counted: where that is the optimizer itself, nothing is said."""
+def _format_bytes(x: Overhead, value: float) -> str:
+    """Formats a number of bytes, unless the optimizer is in a branch and was not counted."""
     return "in a branch" if x.written < -0.5 else f"{value:.2f}"
 
 
-def _named(collectives: collections.Counter[str]) -> str:
+def _format_collectives(collectives: collections.Counter[str]) -> str:
     return ", ".join(f"{number} {name}" for name, number in collectives.items() if number) or "0"
 
 
-def _beside(cells: Iterable[str]) -> str:
-    """Ours, and Optax's after it."""
+def _join(cells: Iterable[str]) -> str:
+    """Joins the values of optaxclip and Optax."""
     return " / ".join(cells)

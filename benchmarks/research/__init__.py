@@ -1,1 +1,1 @@
-"""Whole runs compared: which method, guard or optimizer helps."""
+"""Compares methods, safeguards and optimizers in complete runs."""

@@ -1,37 +1,37 @@
-"""What is read off held-out losses: where a run ends, and how soon after bad data it is back."""
+"""Computes final losses and recovery times from held-out losses."""
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 LATEST, MARGIN = 3, 0.05
-"""Evaluations that are averaged, and how much above the loss before is as good as back."""
+"""The number of averaged evaluations, and the margin above the earlier loss for a recovery."""
 
 
-def last(losses: np.ndarray) -> np.ndarray:
-    """The loss at the end of each run [..., evaluations]."""
+def average_last(losses: np.ndarray) -> np.ndarray:
+    """Returns the final losses of runs [..., evaluations]."""
     return losses[..., -LATEST:].mean(-1)
 
 
-def steps_to_recover(
+def count_recovery_steps(
     losses: np.ndarray, onset: ArrayLike, every: int, margin: ArrayLike = MARGIN
 ) -> np.ndarray:
-    """Steps from the first bad step until the loss is back, for each run.
+    """Counts the steps from the first bad step until the loss has recovered.
 
-    It is back when, after its peak, the mean of the latest losses is at most `margin` above that
-    before the bad step; 0 if it never was higher, infinite if it does not come back or was not
-    finite before.
+    The loss has recovered when, after its peak, the mean of the latest losses is at most `margin`
+    above the mean before the bad step. The result is 0 if it never was higher, and infinite if it
+    does not recover or was non-finite before.
 
     Args:
-      losses: held-out losses [..., evaluations], the first of them after `every` steps.
-      onset: how many steps came before the first bad one, int[...].
-      every: steps from one evaluation to the next.
-      margin: in the loss's unit, float[...].
+      losses: Held-out losses [..., evaluations], the first of them after `every` steps.
+      onset: The number of steps before the first bad step, int[...].
+      every: The number of steps between evaluations.
+      margin: The margin in the unit of the loss, float[...].
 
     Raises:
-      ValueError: if fewer than `LATEST` evaluations come before an onset, or none after it.
+      ValueError: If there are fewer than `LATEST` evaluations before or none after an onset.
     """
     onset, margin = np.asarray(onset)[..., None], np.asarray(margin)[..., None]
-    first = onset // every  # the first evaluation that the bad step can have changed
+    first = onset // every  # The first evaluation that the bad step can affect.
     if np.any((first < LATEST) | (first >= losses.shape[-1])):
         raise ValueError(
             f"onset must leave {LATEST} evaluations before and one after it, one every {every} "
@@ -40,7 +40,8 @@ def steps_to_recover(
     losses = np.where(np.isfinite(losses), losses, np.inf)
     means = np.stack([losses[..., i : losses.shape[-1] - LATEST + i + 1] for i in range(LATEST)])
     means = means.mean(0)
-    first = np.broadcast_to(first - LATEST, (*means.shape[:-1], 1))  # of the last one before
+    # The last mean before the onset.
+    first = np.broadcast_to(first - LATEST, (*means.shape[:-1], 1))
     before = np.take_along_axis(means, first, -1)
     number = np.arange(means.shape[-1])
     is_here = number >= first

@@ -1,10 +1,10 @@
-"""How soon each threshold rule lets gradients pass again after their norms have risen for good.
+"""Measures how soon threshold rules adapt to a permanent increase of the norms.
 
-Norms are lognormal with a log-std of 0.1, 1000 steps at level 1 and then 4000 at level L. The
-figure is how many steps after the rise the mean multiplier over the next 50 steps is back at 0.95;
-at 0.95 of its mean before the rise for a rule that clips more than that by design (AutoClip at its
-10th percentile, the quantile at the median). "never" is not within 4000. Published settings are
-`patience=None, floor=0.0`; for those, the figures of methods.md, 5.1, stand beside ours.
+Norms are lognormal with a log-std of 0.1, at level 1 for 1000 steps and then at level L for 4000
+steps. The result is the number of steps until the mean multiplier over the next 50 steps is at
+least 0.95. For rules that clip more by design (AutoClip at its 10th percentile, the quantile at the
+median), it is 0.95 of their mean before the increase. "never" means not within 4000 steps.
+Published settings are `patience=None, floor=0.0`, shown with the figures of methods.md, 5.1.
 
   python benchmarks/research/recovery.py
 """
@@ -27,31 +27,25 @@ NEVER = math.inf
 
 
 class Subject(NamedTuple):
-    """A rule with its parameters, and what the originals need for each level (methods.md, 5.1).
-
-    Attributes:
-      make: makes the rule, given `patience` and `floor` where it takes them.
-      original: the figures of the original.
-      skips: whether a norm above the threshold stops the whole step.
-    """
+    """A rule, the results of the original (methods.md, 5.1), and whether it skips steps."""
 
     make: Callable[..., ThresholdRule]
     original: tuple[float, ...] | None = None
     skips: bool = False
 
-    def published(self) -> ThresholdRule:
-        """The rule as published."""
+    def build_published(self) -> ThresholdRule:
+        """Builds the rule with the published settings."""
         options = {"patience": None, "floor": 0.0}
-        taken = inspect.signature(self.make).parameters
-        return self.make(**{name: options[name] for name in options if name in taken})
+        accepted = inspect.signature(self.make).parameters
+        return self.make(**{name: options[name] for name in options if name in accepted})
 
 
-def _percentile(*numbers: float, **options: Any) -> Callable[..., ThresholdRule]:
+def _bind_percentile(*numbers: float, **options: Any) -> Callable[..., ThresholdRule]:
     return functools.partial(thresholds.percentile, *numbers, **options)
 
 
-def _autoclip(percent: float) -> Callable[..., ThresholdRule]:
-    return _percentile(percent, 1000, inclusive=True, warmup_steps=0)
+def _bind_autoclip(percent: float) -> Callable[..., ThresholdRule]:
+    return _bind_percentile(percent, 1000, inclusive=True, warmup_steps=0)
 
 
 _ema = functools.partial(functools.partial, thresholds.ema)
@@ -60,8 +54,8 @@ _LOCKED = (NEVER, NEVER, NEVER)
 _ACCEPTED: dict[str, Any] = {"debias": True, "record": "accepted"}
 
 SUBJECTS = {
-    "AutoClip p10": Subject(_autoclip(10.0)),
-    "AutoClip p95": Subject(_autoclip(95.0), (81, 58, 72)),
+    "AutoClip p10": Subject(_bind_autoclip(10.0)),
+    "AutoClip p95": Subject(_bind_autoclip(95.0), (81, 58, 72)),
     "TRELLIS p95": Subject(thresholds.percentile, (87, 75, 73)),
     "ZClip": Subject(thresholds.zscore, _LOCKED),
     "ZClip mean": Subject(_zscore(option="mean"), _LOCKED),
@@ -89,11 +83,11 @@ SUBJECTS = {
     "Lingvo": Subject(thresholds.log_tracker, (20, 41, 72), skips=True),
     "quantile": Subject(thresholds.quantile),
 }
-"""By the names of methods.md; windows hold 1000 norms, 100 (ScaledAdam) or 128."""
+"""The rules by their names in methods.md. Windows contain 1000, 100 (ScaledAdam) or 128 norms."""
 
 
-def rising_norms(levels: Any = LEVELS, seed: int = 0) -> jax.Array:
-    """Norms [levels, steps]."""
+def draw_norms(levels: Any = LEVELS, seed: int = 0) -> jax.Array:
+    """Draws norms [levels, steps]."""
     noise = np.exp(0.1 * np.random.default_rng(seed).normal(size=BEFORE + AFTER + SPAN))
     is_after = np.arange(noise.size) >= BEFORE
     return jnp.asarray([np.where(is_after, level, 1) * noise for level in levels], jnp.float32)
@@ -101,8 +95,8 @@ def rising_norms(levels: Any = LEVELS, seed: int = 0) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="skips")
 @functools.partial(jax.vmap, in_axes=(None, 0, None))
-def multipliers(rule: ThresholdRule, norms: jax.Array, skips: bool = False) -> jax.Array:
-    """What each step is multiplied by."""
+def compute_multipliers(rule: ThresholdRule, norms: jax.Array, skips: bool = False) -> jax.Array:
+    """Computes the multipliers of all steps."""
 
     def step(state: Any, norm: jax.Array) -> tuple[Any, jax.Array]:
         threshold_values, state = rule.update(norm, state, None)
@@ -112,20 +106,24 @@ def multipliers(rule: ThresholdRule, norms: jax.Array, skips: bool = False) -> j
     return jax.lax.scan(step, rule.init(norms[0]), norms)[1]
 
 
-def steps_to_recover(
+def count_recovery_steps(
     rule: ThresholdRule, levels: Any = LEVELS, *, skips: bool = False
 ) -> list[float]:
-    """For each level the steps until the multiplier has recovered."""
+    """Returns the number of steps until the multiplier has recovered for every level."""
     found = []
-    for values in np.asarray(multipliers(rule, rising_norms(levels), skips), np.float64):
+    for values in np.asarray(compute_multipliers(rule, draw_norms(levels), skips), np.float64):
         before = values[BEFORE // 2 : BEFORE].mean()
-        wanted = ENOUGH if before >= ENOUGH else ENOUGH * before
+        target_multiplier = ENOUGH if before >= ENOUGH else ENOUGH * before
         means = np.convolve(values[BEFORE:], np.ones(SPAN) / SPAN, "valid")
-        found.append(float(np.argmax(means >= wanted)) if np.any(means >= wanted) else NEVER)
+        found.append(
+            float(np.argmax(means >= target_multiplier))
+            if np.any(means >= target_multiplier)
+            else NEVER
+        )
     return found
 
 
-def _shown(figures: Any) -> str:
+def _format_steps(figures: Any) -> str:
     if figures is None:
         return " | ".join("" for _ in LEVELS)
     return " | ".join("never" if figure == NEVER else f"{figure:.0f}" for figure in figures)
@@ -138,9 +136,9 @@ def main() -> None:
     print("|---" * (1 + len(kinds) * len(LEVELS)) + "|")
     for name, subject in SUBJECTS.items():
         columns = [
-            _shown(steps_to_recover(subject.make(), skips=subject.skips)),
-            _shown(steps_to_recover(subject.published(), skips=subject.skips)),
-            _shown(subject.original),
+            _format_steps(count_recovery_steps(subject.make(), skips=subject.skips)),
+            _format_steps(count_recovery_steps(subject.build_published(), skips=subject.skips)),
+            _format_steps(subject.original),
         ]
         print(f"| {name} |", " | ".join(columns), "|", flush=True)
 

@@ -1,8 +1,7 @@
-"""A small transformer on the characters of Python's own help topics, for comparisons of runs.
+"""Defines a small pre-norm transformer on the characters of Python's help topics.
 
-Layers are normalized before attention and before the network behind it, and stacked, so that a
-`scan` goes over them. Positions are added at first, or turn queries and keys, if the parameters
-have none. All of a run follows from its seed: initial values and batches.
+Layers are stacked for a `scan`. If the parameters contain no position embeddings, queries and keys
+are rotated (RoPE). The seed of a run determines its initial values and batches.
 """
 
 import functools
@@ -17,19 +16,13 @@ from examples.demo import SYMBOLS, encode, help_topics
 
 Params = dict[str, Any]
 MATRICES = ("query_key_value", "out", "up", "down")
-"""Those of the layers, which Muon trains."""
+"""The matrices of the layers, which Muon trains."""
 
 
 class Size(NamedTuple):
-    """Of the network, and of its batches.
+    """The sizes of the network and its batches.
 
-    Attributes:
-      width: of the residual stream.
-      heads: of attention.
-      layers: how many.
-      context: characters of a window.
-      batch: windows of a step.
-      held_out: windows of held-out text.
+    Windows have `context` characters. `batch` and `held_out` are numbers of windows.
     """
 
     width: int = 64
@@ -41,14 +34,14 @@ class Size(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Symbols to train on, int32, and windows of held-out ones, int32[windows, context + 1]."""
+    """Training symbols, int32, and held-out windows, int32[windows, context + 1]."""
 
     train: Array
     held_out: Array
 
 
 def read(size: Size) -> Text:
-    """The help topics in numbers, their end held out."""
+    """Encodes the help topics and holds out their end."""
     corpus = encode(help_topics())
     last = len(corpus.held_out) - size.context - 1
     starts = jnp.linspace(0, last, size.held_out).astype(jnp.int32)
@@ -57,18 +50,18 @@ def read(size: Size) -> Text:
 
 
 def windows(text: Array, starts: Array, size: Size) -> Array:
-    """int32[starts, context + 1]."""
+    """Returns the windows at the starts, int32[starts, context + 1]."""
     return text[starts[:, None] + jnp.arange(size.context + 1)[None]]
 
 
 def batch(text: Array, key: Array, size: Size) -> Array:
-    """Windows from anywhere in the text."""
+    """Draws windows from the text."""
     starts = jax.random.randint(key, (size.batch,), 0, text.size - size.context)
     return windows(text, starts, size)
 
 
 def initial(key: Array, size: Size, symbols: int = SYMBOLS) -> Params:
-    """The parameters: matrices with the variance of one over their rows."""
+    """Draws parameters, with a variance of one over the number of rows for matrices."""
     keys = iter(jax.random.split(key, 7))
 
     def normal(*shape: int, std: float | None = None) -> Array:
@@ -92,59 +85,59 @@ def initial(key: Array, size: Size, symbols: int = SYMBOLS) -> Params:
     }
 
 
-def with_zeros(params: Params) -> Params:
-    """The same, but what a layer adds to the residual stream, and the logits, begin at 0."""
+def zero_outputs(params: Params) -> Params:
+    """Sets the output matrices of the layers and of the network to 0."""
     zero = {name: jnp.zeros_like(params["layers"][name]) for name in ("out", "down")}
     head = jnp.zeros_like(params["head"])
     return {**params, "layers": {**params["layers"], **zero}, "head": head}
 
 
 def loss_fn(params: Params, tokens: Array, size: Size) -> Array:
-    """The mean of what each character costs, given those before it in its window, in nats."""
+    """Computes the mean cross entropy per character in nats."""
     return losses(params, tokens[:, :-1], tokens[:, 1:], size).mean()
 
 
 def losses(params: Params, inputs: Array, targets: Array, size: Size) -> Array:
-    """The same mean for each window; of int32[windows, context], the targets one place ahead."""
-    x, is_turned = params["embedding"][inputs], "positions" not in params
-    if not is_turned:
+    """Computes the mean cross entropy of windows, int32[windows, context], with shifted targets."""
+    x, is_rotated = params["embedding"][inputs], "positions" not in params
+    if not is_rotated:
         x = x + params["positions"][None, : inputs.shape[1]]
-    one = functools.partial(layer, heads=size.heads, is_turned=is_turned)
-    x, _ = jax.lax.scan(one, x, params["layers"])
-    logits = (normalized(x, params["gain"]) @ params["head"]).astype(jnp.float32)
+    apply = functools.partial(apply_layer, heads=size.heads, is_rotated=is_rotated)
+    x, _ = jax.lax.scan(apply, x, params["layers"])
+    logits = (normalize(x, params["gain"]) @ params["head"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1)
 
 
-def layer(
-    x: Array, weights: Params, heads: int, is_causal: bool = True, is_turned: bool = False
+def apply_layer(
+    x: Array, weights: Params, heads: int, is_causal: bool = True, is_rotated: bool = False
 ) -> tuple[Array, None]:
-    """A layer, as the body of a scan: `x` [..., tokens, width] and its weights."""
-    h = normalized(x, weights["attention_gain"]) @ weights["query_key_value"]
+    """Applies a layer to `x` [..., tokens, width], as the body of a scan."""
+    h = normalize(x, weights["attention_gain"]) @ weights["query_key_value"]
     q, k, v = jnp.split(h.reshape(*h.shape[:2], heads, -1), 3, -1)
-    if is_turned:
-        q, k = turned(q), turned(k)
-    x = x + attended(q, k, v, is_causal).reshape(x.shape) @ weights["out"]
-    h = normalized(x, weights["up_gain"]) @ weights["up"]
+    if is_rotated:
+        q, k = rotate(q), rotate(k)
+    x = x + attend(q, k, v, is_causal).reshape(x.shape) @ weights["out"]
+    h = normalize(x, weights["up_gain"]) @ weights["up"]
     return x + jax.nn.gelu(h) @ weights["down"], None
 
 
-def attended(q: Array, k: Array, v: Array, is_causal: bool) -> Array:
-    """Of queries, keys and values [..., tokens, heads, entries].
+def attend(q: Array, k: Array, v: Array, is_causal: bool) -> Array:
+    """Computes attention for queries, keys and values [..., tokens, heads, elements].
 
-    That of JAX 0.10.2 has no float16 on a CPU.
+    `jax.nn.dot_product_attention` does not support float16 on CPUs (as of JAX 0.10.2).
     """
     wide = {"preferred_element_type": jnp.float32}
     scores = jnp.einsum("...thd,...shd->...hts", q, k, **wide) / q.shape[-1] ** 0.5
     if is_causal:
-        is_seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-        scores = jnp.where(is_seen, scores, -jnp.inf)
+        is_visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        scores = jnp.where(is_visible, scores, -jnp.inf)
     return jnp.einsum("...hts,...shd->...thd", jax.nn.softmax(scores).astype(v.dtype), v)
 
 
-def turned(x: Array) -> Array:
-    """Queries or keys [..., tokens, heads, entries], their pairs turned by how far they stand.
+def rotate(x: Array) -> Array:
+    """Rotates queries or keys [..., tokens, heads, elements] by their positions.
 
-    The two halves of the entries are the pairs' first and second ones. RoPE: Su and others, 2021,
+    Pairs consist of elements of the first and the second half. See RoPE by Su et al., 2021,
     arXiv 2104.09864.
     """
     tokens, half = x.shape[-3], x.shape[-1] // 2
@@ -156,15 +149,15 @@ def turned(x: Array) -> Array:
     return jnp.concatenate(pairs, -1).astype(x.dtype)
 
 
-def normalized(x: Array, gain: Array) -> Array:
-    """Divided by the root of its mean square, and multiplied by the gain."""
+def normalize(x: Array, gain: Array) -> Array:
+    """Divides by the root mean square, and multiplies by the gain."""
     wide = x.astype(jnp.float32)
     roots = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
     return (wide * roots).astype(x.dtype) * gain
 
 
 def labels(params: Params) -> Any:
-    """What `optax.partition` takes: "matrices" for those of the layers, else "others"."""
+    """Returns labels for `optax.partition`: "matrices" for those of the layers, or "others"."""
 
     def label(path: Any, _: Any) -> str:
         return "matrices" if path[-1].key in MATRICES else "others"

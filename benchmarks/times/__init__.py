@@ -1,1 +1,1 @@
-"""What a clip costs on this machine: cases, timing, report."""
+"""Measures the overhead of clipping on this machine."""

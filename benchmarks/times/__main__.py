@@ -1,4 +1,4 @@
-"""What a clip costs on this machine, beside Optax, PyTorch and the threshold of memory.
+"""Compares the time of clipping on this machine with Optax, PyTorch and the memory bandwidth.
 
 python -m benchmarks.times
 python -m benchmarks.times --quick --json figures.json
@@ -17,110 +17,100 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.times.clips import alone, eager, growth, many_leaves
-from benchmarks.times.effort import FULL, QUICK, Effort, Tell
-from benchmarks.times.large import large_clips, large_steps
+from benchmarks.times.clips import (
+    measure_clipping,
+    measure_eager,
+    measure_many_leaves,
+    measure_sizes,
+)
+from benchmarks.times.effort import FULL, QUICK, Effort, Log
+from benchmarks.times.large import measure_large_clips, measure_large_steps
 from benchmarks.times.methods import measure_methods
-from benchmarks.times.report import Row, Section, load_average, machine
-from benchmarks.times.steps import added_to_steps
+from benchmarks.times.report import Row, Section, describe_machine, get_load_average
+from benchmarks.times.steps import measure_steps
 
-Workloads = Mapping[str, tuple[str, Callable[[Effort, Tell], list[Row]]]]
+Workloads = Mapping[str, tuple[str, Callable[[Effort, Log], list[Row]]]]
 WORKLOADS: Workloads = {
-    "clip": ("A clip alone, in place", alone),
-    "steps": ("What a clip adds to a step", added_to_steps),
-    "leaves": ("Many small leaves", many_leaves),
-    "eager": ("Calls outside of jit", eager),
-    "growth": ("A clip alone, as the gradients grow", growth),
+    "clip": ("Clipping in place", measure_clipping),
+    "steps": ("Overhead of clipping in a step", measure_steps),
+    "leaves": ("Many small leaves", measure_many_leaves),
+    "eager": ("Calls outside jit", measure_eager),
+    "growth": ("Clipping gradients of different sizes", measure_sizes),
 }
 LARGE: Workloads = {
-    "large clips": ("A clip alone, in place, of models that accelerators train", large_clips),
-    "large steps": ("What it adds to an AdamW step of such models", large_steps),
+    "large clips": ("Clipping gradients of large models in place", measure_large_clips),
+    "large steps": ("Overhead of clipping in an AdamW step of large models", measure_large_steps),
 }
 DISK_CACHE = "jax_enable_compilation_cache"
 EPILOG = """\
-Ways of doing the same take turns in one process, and ratios are those of a round. Figures are
-medians over the rounds, with the quartiles. Some minutes on two idle cores, less than one with
---quick; it takes up to 4 GB of memory. On a GPU or TPU, or with --large, it goes on to what these
-are for: AdamW's step of up to 5 thousand million entries, where 84 GB are free (float32; 42 GB
-for bfloat16).
+The variants run one after another in every round. Figures are medians over rounds with quartiles,
+and ratios compare times of the same round. The command takes a few minutes on two idle cores, less
+than a minute with --quick, and up to 4 GB of memory. On GPUs and TPUs, or with --large, it also
+measures AdamW steps with up to 5 billion elements, which require 84 GB (bfloat16: 42 GB).
 
---methods has every method and skip in AdamW's step instead, beside Optax's nearest, on three trees
-in float32 and bfloat16: one large model, 64 small networks at once, and many small leaves. On a CPU
-its times are the processor's. A row is written as a method ends, and the same command again goes
-on with what the file lacks."""
+--methods measures all methods and skips in AdamW steps, compared with the closest Optax methods,
+for a large model, 64 small networks, and many small leaves in float32 and bfloat16. On CPUs, it
+measures CPU time. Rows are stored immediately. Run the command again to add missing rows."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the tables, writes the file; returns the exit code."""
-    parser = _parser()
+    """Measures, prints and stores the results, and returns the exit code."""
+    parser = _build_parser()
     args = parser.parse_args(argv)
     if args.json:
         try:
-            # Now, not when all is measured.
+            # Fail before the measurements if the file cannot be written.
             args.json.open("a", encoding="utf-8").close()
         except OSError as error:
             parser.error(f"cannot write {args.json}: {error.strerror}")
     if find_spec("torch"):
-        # Else JAX takes most of a GPU's memory at once, and leaves PyTorch little.
+        # Otherwise JAX preallocates most of the GPU memory that PyTorch needs.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if args.methods:
         effort = QUICK if args.quick else FULL
-        with _progress() as tell:
-            print(measure_methods(effort, args.out, args.minutes, tell))
+        with _show_progress() as log:
+            print(measure_methods(effort, args.out, args.minutes, log))
         return 0
     is_large = args.large or jax.default_backend() != "cpu"
     workloads = {**WORKLOADS, **LARGE} if is_large else WORKLOADS
-    with _progress() as tell:
-        report = measure(workloads, QUICK if args.quick else FULL, tell)
+    with _show_progress() as log:
+        report = measure(workloads, QUICK if args.quick else FULL, log)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    description = "What a clip costs on this machine, beside Optax and PyTorch."
+def _build_parser() -> argparse.ArgumentParser:
+    description = "Compares the time of clipping on this machine with Optax and PyTorch."
     parser = argparse.ArgumentParser(
         "benchmarks.times", description=description, epilog=EPILOG, usage="%(prog)s [options]"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="for the figures as JSON, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
     parser.add_argument("--quick", action="store_true", help="smaller gradients, fewer rounds")
-    parser.add_argument(
-        "--large", action="store_true", help="on a CPU too what GPUs are measured by"
-    )
-    parser.add_argument("--methods", action="store_true", help="every method, in AdamW's step")
+    parser.add_argument("--large", action="store_true", help="also large models on a CPU")
+    parser.add_argument("--methods", action="store_true", help="all methods in AdamW steps")
     rows = Path("methods.csv")
-    parser.add_argument("--out", type=Path, default=rows, metavar="FILE", help="the methods' rows")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="after which no further method begins"
-    )
+    parser.add_argument("--out", type=Path, default=rows, metavar="FILE", help="rows of --methods")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no method starts later")
     return parser
 
 
-def measure(workloads: Workloads, effort: Effort, tell: Tell) -> dict[str, object]:
-    """Runs workloads and prints each one's table as it is done.
-
-    Args:
-      workloads: by name, with their titles.
-      effort: sizes and repetitions.
-      tell: told the name of each case before it begins.
-
-    Returns:
-      The machine and the figures, as `--json` writes them.
-    """
-    report: dict[str, object] = machine()
+def measure(workloads: Workloads, effort: Effort, log: Log) -> dict[str, object]:
+    """Runs workloads, prints their tables, and returns the report for `--json`."""
+    report: dict[str, object] = describe_machine()
     print("; ".join(f"{name} {value}" for name, value in report.items()), end="\n\n")
     sections = []
-    with _without_stored_programs():
+    with _disable_disk_cache():
         for name, (title, workload) in workloads.items():
-            section = Section(name, title, workload(effort, tell), load_average())
-            print(section.markdown(), flush=True)
-            sections.append(section.as_json())
+            section = Section(name, title, workload(effort, log), get_load_average())
+            print(section.to_markdown(), flush=True)
+            sections.append(section.to_json())
     return report | {"sections": sections}
 
 
 @contextlib.contextmanager
-def _without_stored_programs() -> Iterator[None]:
-    """Without the compilation cache on disk, which would answer instead of the compiler."""
+def _disable_disk_cache() -> Iterator[None]:
+    """Disables the compilation cache on disk, so that compile times are measured."""
     before = getattr(jax.config, DISK_CACHE)
     jax.config.update(DISK_CACHE, False)
     try:
@@ -130,8 +120,8 @@ def _without_stored_programs() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Tell]:
-    """Says on standard error what is being measured."""
+def _show_progress() -> Iterator[Log]:
+    """Reports progress on standard error."""
     if find_spec("rich") is None:
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return

@@ -1,4 +1,4 @@
-"""A clip by itself: of large gradients, of many leaves, outside of `jit`."""
+"""Measures clipping of large gradients, of many leaves, and outside `jit`."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,20 +10,29 @@ import optax
 from jax import Array
 
 import optaxclip
-from benchmarks.times.effort import Effort, Tell
+from benchmarks.times.effort import Effort, Log
 from benchmarks.times.report import Figure, Row
-from benchmarks.times.timing import Program, Times, Turn, Way, phases, race, ratio, spread
+from benchmarks.times.timing import (
+    Call,
+    InPlaceProgram,
+    Program,
+    Times,
+    compute_ratio,
+    measure_phases,
+    summarize,
+    time_calls,
+)
 from benchmarks.times.trees import (
-    FALL,
     NORM,
-    filled,
-    free_bytes,
-    leaves,
-    num_bytes,
-    read,
-    scale,
-    torch_clip,
-    transformer,
+    THRESHOLD_DECAY,
+    build_leaves,
+    build_torch_clip,
+    build_transformer,
+    count_bytes,
+    fill_tree,
+    get_free_bytes,
+    read_grads,
+    scale_grads,
 )
 from optaxclip._base.types import PyTree
 
@@ -32,7 +41,7 @@ READ, SCALE, PLAIN = "read", "scale in place", "plain norm"
 CLIPS = {OURS: optaxclip.clip_by_global_norm, THEIRS: optax.clip_by_global_norm}
 
 
-def _plain_clip(threshold: Array) -> optax.GradientTransformation:
+def _clip_by_plain_norm(threshold: Array) -> optax.GradientTransformation:
     def clip(grads: PyTree, params: PyTree) -> PyTree:
         del params
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
@@ -42,136 +51,140 @@ def _plain_clip(threshold: Array) -> optax.GradientTransformation:
     return optax.stateless(clip)
 
 
-WITH_FLOOR = CLIPS | {PLAIN: _plain_clip}
-# All the ways of a race, each on gradients of its own, and PyTorch's way to them.
+ALL_CLIPS = CLIPS | {PLAIN: _clip_by_plain_norm}
+# All variants need their own gradients.
 COPIES = 8
 
 
-def alone(effort: Effort, tell: Tell) -> list[Row]:
-    """The clip by the global norm, in place, beside the threshold of what memory allows."""
+def measure_clipping(effort: Effort, log: Log) -> list[Row]:
+    """Measures clipping by the global norm in place, compared with the memory bandwidth."""
     rows = []
     trees = {
-        "one leaf": leaves(1, effort.entries),
-        "transformer": transformer(effort.layers, effort.width),
+        "one leaf": build_leaves(1, effort.num_elements),
+        "transformer": build_transformer(effort.layers, effort.width),
     }
     for name, shapes in trees.items():
         for dtype in effort.dtypes:
             case = f"{name}, {dtype}"
-            tell(case)
-            rows += _in_place(case, shapes, dtype, effort.rounds)
+            log(case)
+            rows += _measure_tree(case, shapes, dtype, effort.rounds)
     return rows
 
 
-def growth(effort: Effort, tell: Tell) -> list[Row]:
-    """The same over the number of entries, and of leaves with as many entries in all."""
+def measure_sizes(effort: Effort, log: Log) -> list[Row]:
+    """Measures clipping in place for different numbers of elements and leaves."""
     rows = []
-    cases = {f"{total:,} entries in 10 leaves": (10, total) for total in effort.totals}
+    cases = {f"{total:,} elements in 10 leaves": (10, total) for total in effort.totals}
     most = effort.totals[-1] // 10
-    cases |= {f"{most:,} entries in {count} leaves": (count, most) for count in effort.splits}
+    cases |= {f"{most:,} elements in {count} leaves": (count, most) for count in effort.splits}
     for case, (count, total) in cases.items():
-        if 4 * total * COPIES > free_bytes():
+        if 4 * total * COPIES > get_free_bytes():
             rows.append(Row(case, "left out: too large for the free memory", {}))
             continue
-        tell(case)
-        rows += _in_place(case, leaves(count, total // count), "float32", effort.rounds)
+        log(case)
+        rows += _measure_tree(case, build_leaves(count, total // count), "float32", effort.rounds)
     return rows
 
 
-def many_leaves(effort: Effort, tell: Tell) -> list[Row]:
-    """Small leaves: to trace, lower and compile from empty caches, and to run.
+def measure_many_leaves(effort: Effort, log: Log) -> list[Row]:
+    """Measures the compile phases with empty caches and the run time for many small leaves.
 
-    Beside what clips by a plain norm, and with least work: norms may overflow, no entry is kept.
+    The plain norm is a lower bound, whose norm may overflow.
     """
     rows = []
     for count in effort.leaf_counts:
         case = f"{count} leaves"
-        tell(case)
-        shapes = leaves(count, effort.small_leaf)
-        grads = filled(shapes, jnp.float32)
-        ways: dict[str, Any] = {way: _clip_program(way, grads) for way in WITH_FLOOR}
-        ways |= torch_way(shapes, jnp.float32)
-        steps = {way: partial(clip, way) for way in WITH_FLOOR}
-        compiling = phases(steps, [(grads, jnp.asarray(NORM / 2))], effort.repetitions)
-        for phase, times in {**compiling, "run": race(ways, effort.rounds)}.items():
-            rows += [Row(f"{case}, {phase}", way, beside_optax(times, way)) for way in times]
+        log(case)
+        shapes = build_leaves(count, effort.small_leaf)
+        grads = fill_tree(shapes, jnp.float32)
+        variants: dict[str, Any] = {name: _compile_clip(name, grads) for name in ALL_CLIPS}
+        variants |= build_torch_call(shapes, jnp.float32)
+        steps = {name: partial(clip_tree, name) for name in ALL_CLIPS}
+        compiling = measure_phases(steps, [(grads, jnp.asarray(NORM / 2))], effort.repetitions)
+        for phase, times in {**compiling, "run": time_calls(variants, effort.rounds)}.items():
+            rows += [
+                Row(f"{case}, {phase}", name, compare_with_optax(times, name)) for name in times
+            ]
     return rows
 
 
-def eager(effort: Effort, tell: Tell) -> list[Row]:
-    """Calls outside of `jit`."""
+def measure_eager(effort: Effort, log: Log) -> list[Row]:
+    """Measures calls outside `jit`."""
     rows = []
-    count, entries = effort.eager_leaves, effort.small_leaf
+    count, num_elements = effort.eager_leaves, effort.small_leaf
     trees = {
-        f"one leaf of {entries}": leaves(1, entries),
-        f"{count} leaves of {entries}": leaves(count, entries),
-        "transformer": transformer(effort.layers, effort.narrow),
+        f"one leaf of {num_elements}": build_leaves(1, num_elements),
+        f"{count} leaves of {num_elements}": build_leaves(count, num_elements),
+        "transformer": build_transformer(effort.layers, effort.narrow),
     }
     for case, shapes in trees.items():
-        tell(case)
-        grads = filled(shapes, jnp.float32)
-        ways: dict[str, Way] = {way: _eager_call(way, grads) for way in CLIPS}
-        times = race(ways | torch_way(shapes, jnp.float32), effort.rounds)
-        rows += [Row(case, way, beside_optax(times, way)) for way in times]
+        log(case)
+        grads = fill_tree(shapes, jnp.float32)
+        variants: dict[str, Call] = {name: _build_eager_call(name, grads) for name in CLIPS}
+        times = time_calls(variants | build_torch_call(shapes, jnp.float32), effort.rounds)
+        rows += [Row(case, name, compare_with_optax(times, name)) for name in times]
     return rows
 
 
-def _in_place(case: str, shapes: PyTree, dtype: jax.typing.DTypeLike, rounds: int) -> list[Row]:
-    grads = filled(shapes, dtype)
+def _measure_tree(case: str, shapes: PyTree, dtype: jax.typing.DTypeLike, rounds: int) -> list[Row]:
+    grads = fill_tree(shapes, dtype)
     programs = {
-        READ: Program(read, jnp.zeros(()), grads),
-        SCALE: Program(scale, (grads, jnp.ones(()))),
-        **{way: _clip_program(way, grads) for way in CLIPS},
+        READ: Program(read_grads, jnp.zeros(()), grads),
+        SCALE: Program(scale_grads, (grads, jnp.ones(()))),
+        **{name: _compile_clip(name, grads) for name in CLIPS},
     }
-    return in_place(case, programs, torch_way(shapes, dtype), num_bytes(grads), rounds)
+    return measure_in_place(
+        case, programs, build_torch_call(shapes, dtype), count_bytes(grads), rounds
+    )
 
 
-def in_place(
+def measure_in_place(
     case: str,
-    programs: Mapping[str, Turn],
-    others: Mapping[str, Way],
+    programs: Mapping[str, InPlaceProgram],
+    others: Mapping[str, Call],
     size: int,
     rounds: int,
 ) -> list[Row]:
-    """A clip's rows, beside a read and a scaling, of gradients of `size` bytes."""
-    times = race({**programs, **others}, rounds)
-    rows = [Row(case, way, {"ms": spread(times[way]).times(1e3)}) for way in (READ, SCALE)]
-    for way in times:
-        if way in (READ, SCALE):
+    """Measures clipping in place, compared with reading and scaling `size` bytes."""
+    times = time_calls({**programs, **others}, rounds)
+    rows = [Row(case, name, {"ms": summarize(times[name]).scale(1e3)}) for name in (READ, SCALE)]
+    for name in times:
+        if name in (READ, SCALE):
             continue
-        figures = beside_optax(times, way)
-        figures["of_threshold"] = ratio(times[way], times[READ] + times[SCALE])
-        if way in CLIPS and (more := programs[way].temporary_bytes) is not None:
+        figures = compare_with_optax(times, name)
+        figures["of_threshold"] = compute_ratio(times[name], times[READ] + times[SCALE])
+        if name in CLIPS and (more := programs[name].temporary_bytes) is not None:
             figures["extra_memory"] = 100 * more / size
-        rows.append(Row(case, way, figures))
+        rows.append(Row(case, name, figures))
     return rows
 
 
-def beside_optax(times: Times, way: str) -> dict[str, Figure]:
-    """A way's times, and their ratio to Optax's if it is among them."""
-    figures: dict[str, Figure] = {"ms": spread(times[way]).times(1e3)}
-    if way != THEIRS and THEIRS in times:
-        figures["of_optax"] = ratio(times[way], times[THEIRS])
+def compare_with_optax(times: Times, name: str) -> dict[str, Figure]:
+    """Returns the time of a variant, and its ratio to Optax if Optax was measured."""
+    figures: dict[str, Figure] = {"ms": summarize(times[name]).scale(1e3)}
+    if name != THEIRS and THEIRS in times:
+        figures["of_optax"] = compute_ratio(times[name], times[THEIRS])
     return figures
 
 
-def _clip_program(way: str, grads: PyTree) -> Program:
-    return Program(partial(clip, way), (grads, jnp.asarray(NORM / 2)))
+def _compile_clip(name: str, grads: PyTree) -> Program:
+    return Program(partial(clip_tree, name), (grads, jnp.asarray(NORM / 2)))
 
 
-def clip(way: str, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
-    """A clip by a threshold that falls, so that every call clips."""
+def clip_tree(name: str, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+    """Clips by a decreasing threshold, so that all calls clip."""
     grads, threshold = carry
-    tx = WITH_FLOOR[way](threshold)
-    return tx.update(grads, tx.init(grads))[0], threshold * FALL
+    tx = ALL_CLIPS[name](threshold)
+    return tx.update(grads, tx.init(grads))[0], threshold * THRESHOLD_DECAY
 
 
-def torch_way(shapes: PyTree, dtype: jax.typing.DTypeLike) -> dict[str, Way]:
-    """PyTorch's way, if there is one."""
-    way = torch_clip(shapes, dtype)
-    return {} if way is None else {TORCH: way}
+def build_torch_call(shapes: PyTree, dtype: jax.typing.DTypeLike) -> dict[str, Call]:
+    """Returns the call of PyTorch if PyTorch is installed."""
+    call = build_torch_clip(shapes, dtype)
+    return {} if call is None else {TORCH: call}
 
 
-def _eager_call(way: str, grads: PyTree) -> Way:
-    tx = CLIPS[way](NORM / 2)
+def _build_eager_call(name: str, grads: PyTree) -> Call:
+    tx = CLIPS[name](NORM / 2)
     state = tx.init(grads)
     return lambda: jax.block_until_ready(tx.update(grads, state))

@@ -1,10 +1,10 @@
-"""How much work the benchmarks do."""
+"""Defines the sizes and repetitions of the benchmarks."""
 
 import dataclasses
 from collections.abc import Callable
 
-# Told the name of each case before it begins.
-Tell = Callable[[str], None]
+# Called with the name of a case before it starts.
+Log = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,29 +12,26 @@ class Effort:
     """Sizes and repetitions.
 
     Attributes:
-      rounds: how often each way runs.
-      repetitions: how often each is compiled.
-      dtypes: of the gradients; the steps take those that optimizers can train in.
-      entries: of the one large leaf.
-      accumulated: over how many gradients the steps go, each a case.
-      layers: of the transformers.
-      width: of the transformer in the steps.
-      narrow: of the transformer whose clip is called outside of `jit`.
-      leaf_counts: how many small leaves.
-      eager_leaves: how many of them outside of `jit`.
-      small_leaf: the entries of each.
-      totals: how many entries to grow to.
-      splits: into how many leaves to split a tenth of the most.
-      models: layers and width of the transformers for accelerators.
-      network: the widths of a small one.
-      seeds: how many of it are trained at once.
-      scanned: the steps that they are trained for.
+      rounds, repetitions: The numbers of runs and compilations per variant.
+      dtypes: The dtypes of the gradients. Steps do not use float16.
+      num_elements: The number of elements of the large leaf.
+      accumulated: The numbers of accumulated gradients per step.
+      layers: The layers of the transformers.
+      width, narrow: The widths of the transformers in steps and outside `jit`.
+      leaf_counts, eager_leaves: The numbers of small leaves inside and outside `jit`.
+      small_leaf: The number of elements of a small leaf.
+      totals: The total numbers of elements in 10 leaves.
+      splits: The numbers of leaves for a tenth of the largest total.
+      models: Layers and widths of the transformers for accelerators.
+      network: The layer widths of the small network.
+      seeds: The number of small networks that are trained together.
+      scanned: The number of steps in a scan.
     """
 
     rounds: int
     repetitions: int
     dtypes: tuple[str, ...]
-    entries: int
+    num_elements: int
     accumulated: tuple[int, ...]
     layers: int
     width: int
@@ -54,7 +51,7 @@ FULL = Effort(
     rounds=15,
     repetitions=7,
     dtypes=("float32", "bfloat16", "float16"),
-    entries=1 << 25,
+    num_elements=1 << 25,
     accumulated=(1, 2),
     layers=6,
     width=768,
@@ -64,7 +61,7 @@ FULL = Effort(
     small_leaf=1000,
     totals=(10**6, 10**7, 10**8),
     splits=(10, 100, 1000),
-    # 50 million entries, 500 million, 5 thousand million.
+    # 50 million, 500 million and 5 billion elements.
     models=((6, 768), (25, 1280), (32, 3584)),
     network=(32, 64, 64, 10),
     seeds=64,
@@ -74,7 +71,7 @@ QUICK = Effort(
     rounds=5,
     repetitions=1,
     dtypes=("float32", "bfloat16"),
-    entries=1 << 22,
+    num_elements=1 << 22,
     accumulated=(1,),
     layers=1,
     width=384,

@@ -1,6 +1,6 @@
-"""Gradients of models that accelerators train: clipped alone, and in AdamW's step.
+"""Measures clipping and AdamW steps for large models on accelerators.
 
-No way has a copy of its own: all ways of a case take turns on the same arrays, in the same memory.
+All variants of a case use the same arrays, so the memory contains only one copy.
 """
 
 from collections.abc import Callable
@@ -12,87 +12,92 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from benchmarks.times.clips import CLIPS, READ, SCALE, clip, in_place, torch_way
-from benchmarks.times.effort import Effort, Tell
+from benchmarks.times.clips import CLIPS, READ, SCALE, build_torch_call, clip_tree, measure_in_place
+from benchmarks.times.effort import Effort, Log
 from benchmarks.times.report import Row
-from benchmarks.times.steps import OPTIMIZERS, PLAIN, by_global_norm, step_rows
-from benchmarks.times.timing import Turn
+from benchmarks.times.steps import OPTIMIZERS, PLAIN, build_clips, measure_programs
+from benchmarks.times.timing import InPlaceProgram
 from benchmarks.times.trees import (
     NORM,
-    filled,
-    free_bytes,
-    leaves,
-    num_bytes,
-    num_entries,
-    read,
-    scale,
-    transformer,
+    build_leaves,
+    build_transformer,
+    count_bytes,
+    count_elements,
+    fill_tree,
+    get_free_bytes,
+    read_grads,
+    scale_grads,
 )
 from optaxclip._base.types import PyTree
 
-# In the step, gradients, parameters and two moments; and some room.
+# Steps need gradients, parameters and two moments. Both numbers include some reserve.
 ALONE, IN_A_STEP = 1.1, 4.2
 
 
-def large_clips(effort: Effort, tell: Tell) -> list[Row]:
-    """The clip by the global norm, in place."""
-    return _rows(effort, tell, ALONE, _clip_rows)
+def measure_large_clips(effort: Effort, log: Log) -> list[Row]:
+    """Measures clipping by the global norm in place."""
+    return _measure_trees(effort, log, ALONE, _measure_clips)
 
 
-def large_steps(effort: Effort, tell: Tell) -> list[Row]:
-    """The same in AdamW's step."""
-    return _rows(effort, tell, IN_A_STEP, _step_rows)
+def measure_large_steps(effort: Effort, log: Log) -> list[Row]:
+    """Measures clipping by the global norm in AdamW steps."""
+    return _measure_trees(effort, log, IN_A_STEP, _measure_steps)
 
 
-def _rows(
-    effort: Effort, tell: Tell, copies: float, measured: Callable[..., list[Row]]
+def _measure_trees(
+    effort: Effort, log: Log, copies: float, measure: Callable[..., list[Row]]
 ) -> list[Row]:
-    rows, models = [], [transformer(*size) for size in effort.models]
-    trees = {f"{num_entries(shapes):,} entries": shapes for shapes in models}
+    rows, models = [], [build_transformer(*size) for size in effort.models]
+    trees = {f"{count_elements(shapes):,} elements": shapes for shapes in models}
     count, size = effort.leaf_counts[-1], effort.small_leaf
-    trees[f"{count} leaves of {size}"] = leaves(count, size)
+    trees[f"{count} leaves of {size}"] = build_leaves(count, size)
     for name, shapes in trees.items():
         for dtype in (dtype for dtype in effort.dtypes if dtype != "float16"):
             case = f"{name}, {dtype}"
-            if copies * num_entries(shapes) * jnp.dtype(dtype).itemsize > free_bytes():
+            if copies * count_elements(shapes) * jnp.dtype(dtype).itemsize > get_free_bytes():
                 rows.append(Row(case, "left out: too large for the free memory", {}))
                 continue
-            tell(case)
-            rows += measured(case, shapes, dtype, effort.rounds)
+            log(case)
+            rows += measure(case, shapes, dtype, effort.rounds)
     return rows
 
 
-def _clip_rows(case: str, shapes: PyTree, dtype: str, rounds: int) -> list[Row]:
-    grads = filled(shapes, dtype)
-    size = num_bytes(grads)
+def _measure_clips(case: str, shapes: PyTree, dtype: str, rounds: int) -> list[Row]:
+    grads = fill_tree(shapes, dtype)
+    size = count_bytes(grads)
     memory = {"grads": grads, "threshold": jnp.asarray(NORM / 2)}
     memory |= {"total": jnp.zeros(()), "one": jnp.ones(())}
     programs = {
-        READ: Turn(_read, memory, ("total",), ("grads",)),
-        SCALE: Turn(scale, memory, ("grads", "one")),
-        **{way: Turn(partial(clip, way), memory, ("grads", "threshold")) for way in CLIPS},
+        READ: InPlaceProgram(_read_grads, memory, ("total",), ("grads",)),
+        SCALE: InPlaceProgram(scale_grads, memory, ("grads", "one")),
+        **{
+            name: InPlaceProgram(partial(clip_tree, name), memory, ("grads", "threshold"))
+            for name in CLIPS
+        },
     }
-    return in_place(case, programs, torch_way(shapes, dtype), size, rounds)
+    return measure_in_place(case, programs, build_torch_call(shapes, dtype), size, rounds)
 
 
-def _step_rows(case: str, shapes: PyTree, dtype: str, rounds: int) -> list[Row]:
-    grads, optimizer = filled(shapes, dtype), OPTIMIZERS["AdamW"]()
+def _measure_steps(case: str, shapes: PyTree, dtype: str, rounds: int) -> list[Row]:
+    grads, optimizer = fill_tree(shapes, dtype), OPTIMIZERS["AdamW"]()
     params = jax.tree.map(jnp.ones_like, grads)
-    clips = {PLAIN: optax.identity(), **by_global_norm()}
+    clips = {PLAIN: optax.identity(), **build_clips()}
     memory = {"grads": grads, "params": params, "moments": optimizer.init(params)}
-    memory |= {"total": jnp.zeros(())} | {way: tx.init(params) for way, tx in clips.items()}
-    programs = {READ: Turn(_read, memory, ("total",), ("grads",))}
-    for way, tx in clips.items():
-        changes = ("params", "moments", way)
-        programs[way] = Turn(partial(_step, tx, optimizer), memory, changes, ("grads",))
-    return step_rows(case, programs, num_bytes(grads), rounds)
+    memory |= {"total": jnp.zeros(())} | {name: tx.init(params) for name, tx in clips.items()}
+    programs = {READ: InPlaceProgram(_read_grads, memory, ("total",), ("grads",))}
+    for name, tx in clips.items():
+        changes = ("params", "moments", name)
+        programs[name] = InPlaceProgram(
+            partial(_run_step, tx, optimizer), memory, changes, ("grads",)
+        )
+    return measure_programs(case, programs, count_bytes(grads), rounds)
 
 
-def _read(total: tuple[Array], grads: PyTree) -> tuple[Array]:
-    return (read(*total, grads),)
+def _read_grads(total: tuple[Array], grads: PyTree) -> tuple[Array]:
+    return (read_grads(*total, grads),)
 
 
-def _step(
+def _run_step(
     clip: optax.GradientTransformation,
     optimizer: optax.GradientTransformation,
     carry: tuple[PyTree, Any, Any],

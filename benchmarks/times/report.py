@@ -1,4 +1,4 @@
-"""What the benchmarks found, as tables and as JSON."""
+"""Formats results as tables and as JSON."""
 
 import dataclasses
 import os
@@ -12,7 +12,7 @@ import jax
 
 from benchmarks.times.timing import Spread
 
-# A figure's name in the JSON file, and the head of its column.
+# The names of figures in the JSON file, and the headers of their columns.
 COLUMNS = {
     "ms": "ms",
     "added_ms": "added, ms",
@@ -28,76 +28,76 @@ Figure = Spread | float | None
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to do a case, with its figures by the names of `COLUMNS`."""
+    """A variant of a case with its figures by the names of `COLUMNS`."""
 
     case: str
-    way: str
+    variant: str
     figures: dict[str, Figure]
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The rows of one workload, what they show, and the load average meanwhile."""
+    """The rows of a workload, its title, and the load average during the measurement."""
 
     name: str
     title: str
     rows: list[Row]
     load: float | None = None
 
-    def markdown(self) -> str:
-        """A table, for reading and for a page alike."""
+    def to_markdown(self) -> str:
+        """Formats an aligned Markdown table."""
         names = [name for name in COLUMNS if any(name in row.figures for row in self.rows)]
         table = [["case", "way", *(COLUMNS[name] for name in names)]]
         for row in self.rows:
-            cells = (_text(row.figures.get(name)) for name in names)
-            table.append([row.case, row.way, *cells])
+            cells = (_format_figure(row.figures.get(name)) for name in names)
+            table.append([row.case, row.variant, *cells])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         table.insert(1, ["-" * width for width in widths])
         lines = (
             " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
             for cells in table
         )
-        title = [f"### {self.title}", "", *self._alarm()]
+        title = [f"### {self.title}", "", *self._warn_about_load()]
         return "\n".join([*title, *(f"| {line} |" for line in lines), ""])
 
-    def as_json(self) -> dict[str, Any]:
-        """The same as plain objects."""
+    def to_json(self) -> dict[str, Any]:
+        """Converts the section to objects for JSON."""
         rows = [
-            {"case": row.case, "way": row.way}
-            | {name: _plain(figure) for name, figure in row.figures.items()}
+            {"case": row.case, "way": row.variant}
+            | {name: _convert_figure(figure) for name, figure in row.figures.items()}
             for row in self.rows
         ]
         return {"name": self.name, "title": self.title, "load": self.load, "rows": rows}
 
-    def _alarm(self) -> list[str]:
-        """A measurement alone keeps no more than the cores busy."""
+    def _warn_about_load(self) -> list[str]:
+        """Returns a warning if the load exceeds the number of cores."""
         cores = os.cpu_count() or 1
         if self.load is None or self.load <= cores:
             return []
         loaded = f"LOADED MACHINE: a load average of {self.load} on {cores} cores"
-        return [f"**{loaded}. Others were measured too: do not use these figures.**", ""]
+        return [f"**{loaded}. Do not use these figures.**", ""]
 
 
-def load_average() -> float | None:
-    """Of the last minute, where the system tells it."""
+def get_load_average() -> float | None:
+    """Returns the load average of the last minute, if available."""
     return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
 
 
-def machine() -> dict[str, Any]:
-    """What the figures hold for."""
+def describe_machine() -> dict[str, Any]:
+    """Describes the machine and the package versions."""
     packages = ("optaxclip", "jax", "jaxlib", "optax", "torch")
     return {
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
-        "processor": _processor(),
+        "processor": _get_processor_name(),
         "cores": os.cpu_count(),
-        "load": load_average(),
+        "load": get_load_average(),
         "versions": {name: version(name) for name in packages if find_spec(name)},
     }
 
 
-def _processor() -> str:
-    """The processor's name, where the system tells it."""
+def _get_processor_name() -> str:
+    """Returns the name of the processor."""
     file = Path("/proc/cpuinfo")
     if file.exists():
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -106,18 +106,19 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _text(figure: Figure) -> str:
+def _format_figure(figure: Figure) -> str:
     if figure is None:
         return ""
     if isinstance(figure, Spread):
-        return f"{number(figure.median)} ({number(figure.low)} to {number(figure.high)})"
-    return number(figure)
+        median, low, high = map(format_number, figure)
+        return f"{median} ({low} to {high})"
+    return format_number(figure)
 
 
-def number(x: float) -> str:
-    """Three digits, or all before the point."""
+def format_number(x: float) -> str:
+    """Formats a number with three digits, or without decimals from 1000."""
     return f"{x:.3g}" if abs(x) < 1000 else f"{x:.0f}"
 
 
-def _plain(figure: Figure) -> Any:
+def _convert_figure(figure: Figure) -> Any:
     return figure._asdict() if isinstance(figure, Spread) else figure

@@ -1,4 +1,4 @@
-"""Many small networks trained at once: seeds under `vmap`, steps in a `scan`."""
+"""Trains many small networks together, with `vmap` over seeds and `scan` over steps."""
 
 import itertools
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from benchmarks.times.effort import Effort
 from optaxclip._base.types import PyTree
 
 
-def networks(effort: Effort, dtype: str) -> tuple[PyTree, tuple[Array, Array]]:
-    """The parameters of small networks, leaves `[seeds, ...]`, and batches `[steps, examples]`."""
+def draw_networks(effort: Effort, dtype: str) -> tuple[PyTree, tuple[Array, Array]]:
+    """Draws parameters `[seeds, ...]` of small networks, and batches `[steps, examples]`."""
     rng, shape = np.random.default_rng(0), (effort.scanned, effort.seeds)
     params = [
         {
@@ -29,15 +29,17 @@ def networks(effort: Effort, dtype: str) -> tuple[PyTree, tuple[Array, Array]]:
     return params, (inputs, jnp.asarray(rng.integers(effort.network[-1], size=shape)))
 
 
-def trained(tx: optax.GradientTransformation, loss: Callable[..., Array]) -> Callable[..., Any]:
-    """Steps in a `scan`, of which each turns a batch to many networks at once.
+def build_training(
+    tx: optax.GradientTransformation, loss: Callable[..., Array]
+) -> Callable[..., Any]:
+    """Returns a function that trains many networks on the same batches.
 
     Args:
-      tx: the optimizer of one network.
-      loss: `params, x, y -> float[]`, of one example.
+      tx: The optimizer of a network.
+      loss: `params, x, y -> float[]` for one example.
 
     Returns:
-      `(params, state), batches -> (params, state)`: leaves `[seeds, ...]`, batches
+      `(params, state), batches -> (params, state)` with leaves `[seeds, ...]` and batches
       `[steps, examples, ...]`.
     """
 
@@ -50,15 +52,15 @@ def trained(tx: optax.GradientTransformation, loss: Callable[..., Array]) -> Cal
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    by_seed: Any = partial(jax.lax.scan, jax.vmap(step, in_axes=(0, None)))
-    return lambda carry, batches: by_seed(carry, batches)[0]
+    train: Any = partial(jax.lax.scan, jax.vmap(step, in_axes=(0, None)))
+    return lambda carry, batches: train(carry, batches)[0]
 
 
-def loss(params: PyTree, x: Array, y: Array) -> Array:
-    """Of a network of dense layers for one example."""
+def compute_loss(params: PyTree, x: Array, y: Array) -> Array:
+    """Computes the cross entropy of a dense network for one example."""
     for layer in params[:-1]:
         x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
     logits = x @ params[-1]["kernel"] + params[-1]["bias"]
-    # Not an index, whose derivative a TPU computes in a loop.
+    # TPUs would compute the derivative of an index in a loop.
     chosen = jax.nn.one_hot(y, logits.size)
     return -jnp.sum(chosen * jax.nn.log_softmax(logits.astype(jnp.float32)))

@@ -1,4 +1,4 @@
-"""What a clip adds to an optimizer's step."""
+"""Measures the overhead of clipping in optimizer steps."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,10 +9,17 @@ import jax.numpy as jnp
 import optax
 
 import optaxclip
-from benchmarks.times.effort import Effort, Tell
+from benchmarks.times.effort import Effort, Log
 from benchmarks.times.report import Figure, Row
-from benchmarks.times.timing import Program, Times, Turn, race, ratio, spread
-from benchmarks.times.trees import filled, num_bytes, read, transformer
+from benchmarks.times.timing import (
+    InPlaceProgram,
+    Program,
+    Times,
+    compute_ratio,
+    summarize,
+    time_calls,
+)
+from benchmarks.times.trees import build_transformer, count_bytes, fill_tree, read_grads
 from optaxclip._base.types import PyTree
 
 Clips = Mapping[str, optax.GradientTransformation]
@@ -24,26 +31,26 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def added_to_steps(effort: Effort, tell: Tell) -> list[Row]:
-    """The clip by the global norm, in every kind of step."""
+def measure_steps(effort: Effort, log: Log) -> list[Row]:
+    """Measures clipping by the global norm in all kinds of steps."""
     rows = []
     for dtype in (name for name in effort.dtypes if name != "float16"):
-        grads = filled(transformer(effort.layers, effort.width), dtype)
+        grads = fill_tree(build_transformer(effort.layers, effort.width), dtype)
         for name, optimizer in OPTIMIZERS.items():
             for every in effort.accumulated:
                 accumulated = f", MultiSteps of {every}" if every > 1 else ""
                 case = f"{name}, {dtype}{accumulated}"
-                tell(case)
-                rows += added(case, by_global_norm(), optimizer, grads, effort, every)
+                log(case)
+                rows += measure_step(case, build_clips(), optimizer, grads, effort, every)
     return rows
 
 
-def by_global_norm() -> Clips:
-    """The clip by the global norm, ours and Optax's."""
+def build_clips() -> Clips:
+    """Returns clipping by the global norm of optaxclip and Optax."""
     return {OURS: optaxclip.clip_by_global_norm(1.0), THEIRS: optax.clip_by_global_norm(1.0)}
 
 
-def added(
+def measure_step(
     case: str,
     clips: Clips,
     optimizer: Callable[[], optax.GradientTransformation],
@@ -51,52 +58,47 @@ def added(
     effort: Effort,
     every: int = 1,
 ) -> list[Row]:
-    """The step with each clip and without one, whose time and memory are subtracted."""
-    programs = {PLAIN: step_program(optimizer(), grads, every)}
-    for way, clip in clips.items():
-        programs[way] = step_program(optax.chain(clip, optimizer()), grads, every)
-    programs[READ] = Program(read, jnp.zeros(()), grads)
-    return step_rows(case, programs, num_bytes(grads), effort.rounds)
+    """Measures a step with and without clipping."""
+    programs = {PLAIN: compile_steps(optimizer(), grads, every)}
+    for name, clip in clips.items():
+        programs[name] = compile_steps(optax.chain(clip, optimizer()), grads, every)
+    programs[READ] = Program(read_grads, jnp.zeros(()), grads)
+    return measure_programs(case, programs, count_bytes(grads), effort.rounds)
 
 
-def step_rows(case: str, programs: Mapping[str, Turn], size: int, rounds: int) -> list[Row]:
-    """A step's rows: the step without a clip, perhaps a read, and what clips add.
-
-    Args:
-      case: its name.
-      programs: `PLAIN`, maybe `READ`, and those with clips.
-      size: the bytes of the gradients.
-      rounds: how often each runs.
-    """
-    times, plain = race(programs, rounds), programs[PLAIN].temporary_bytes
-    bare = [way for way in (READ, PLAIN) if way in programs]
-    rows = [Row(case, way, {"ms": spread(times[way]).times(1e3)}) for way in bare]
-    for way in (way for way in programs if way not in bare):
-        bytes_more = _difference(programs[way].temporary_bytes, plain)
-        share = None if bytes_more is None else 100 * bytes_more / size
-        rows.append(Row(case, way, _figures(times, way) | {"extra_memory": share}))
+def measure_programs(
+    case: str, programs: Mapping[str, InPlaceProgram], size: int, rounds: int
+) -> list[Row]:
+    """Measures the step `PLAIN`, and what clipping of `size` bytes adds in other programs."""
+    times, plain = time_calls(programs, rounds), programs[PLAIN].temporary_bytes
+    baselines = [name for name in (READ, PLAIN) if name in programs]
+    rows = [Row(case, name, {"ms": summarize(times[name]).scale(1e3)}) for name in baselines]
+    for name in (name for name in programs if name not in baselines):
+        extra_bytes = _subtract(programs[name].temporary_bytes, plain)
+        percentage = None if extra_bytes is None else 100 * extra_bytes / size
+        rows.append(Row(case, name, _compute_figures(times, name) | {"extra_memory": percentage}))
     return rows
 
 
-def _figures(times: Times, way: str) -> dict[str, Figure]:
-    added = times[way] - times[PLAIN]
+def _compute_figures(times: Times, name: str) -> dict[str, Figure]:
+    added = times[name] - times[PLAIN]
     figures: dict[str, Figure] = {
-        "ms": spread(times[way]).times(1e3),
-        "added_ms": spread(added).times(1e3),
+        "ms": summarize(times[name]).scale(1e3),
+        "added_ms": summarize(added).scale(1e3),
     }
     if READ in times:
-        figures["of_reads"] = ratio(added, times[READ])
-    if way != THEIRS and THEIRS in times:
-        figures["of_optax"] = ratio(added, times[THEIRS] - times[PLAIN])
+        figures["of_reads"] = compute_ratio(added, times[READ])
+    if name != THEIRS and THEIRS in times:
+        figures["of_optax"] = compute_ratio(added, times[THEIRS] - times[PLAIN])
     return figures
 
 
-def _difference(x: int | None, y: int | None) -> int | None:
+def _subtract(x: int | None, y: int | None) -> int | None:
     return None if x is None or y is None else x - y
 
 
-def step_program(tx: optax.GradientTransformation, grads: PyTree, every: int = 1) -> Program:
-    """An optimizer's steps from one change of the parameters to the next."""
+def compile_steps(tx: optax.GradientTransformation, grads: PyTree, every: int = 1) -> Program:
+    """Compiles the steps of an optimizer until it updates the parameters."""
     stepper: Any = tx if every == 1 else optax.MultiSteps(tx, every)
     params = jax.tree.map(jnp.ones_like, grads)
 

@@ -1,4 +1,4 @@
-"""Times of functions that take turns, and the figures made of them."""
+"""Measures functions one after another in rounds, and summarizes their times."""
 
 import math
 import time
@@ -10,38 +10,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Shorter calls are timed several at once, in seconds.
+# Calls that take fewer seconds are timed in groups.
 SHORTEST = 5e-3
 
-Way = Callable[[], object]
+Call = Callable[[], object]
 Times = dict[str, np.ndarray]
 
 
 class Spread(NamedTuple):
-    """The median of what the rounds gave one by one, with its quartiles."""
+    """The median and the quartiles over rounds."""
 
     median: float
     low: float
     high: float
 
-    def times(self, factor: float) -> "Spread":
-        """The same in another unit."""
+    def scale(self, factor: float) -> "Spread":
+        """Converts the unit."""
         return Spread(*(factor * x for x in self))
 
 
-class Turn:
-    """A compiled function that goes on from what is in a memory, and changes it in place.
+class InPlaceProgram:
+    """A compiled function that updates arrays in a dictionary in place.
 
-    Several that share a memory take turns on the same arrays: none needs a copy of its own.
+    Functions with the same dictionary share its arrays.
 
     Args:
-      step: `changed, *read -> changed`, which is compiled with `changed`, a tuple, donated.
-      memory: arrays by name.
-      changes: the names of those that are changed.
-      reads: the names of those that are only read.
+      step: `changed, *read -> changed`, which donates the tuple `changed`.
+      memory: The arrays by name.
+      changes: The names of updated arrays.
+      reads: The names of arrays that are only read.
 
     Attributes:
-      temporary_bytes: what it takes beside arguments and results, None where that is not known.
+      temporary_bytes: The temporary memory of the program, or None if unknown.
     """
 
     def __init__(
@@ -52,27 +52,27 @@ class Turn:
         reads: tuple[str, ...] = (),
     ):
         self._memory, self._changes, self._reads = memory, changes, reads
-        self._run = jax.jit(step, donate_argnums=0).lower(*self._arguments()).compile()
+        self._run = jax.jit(step, donate_argnums=0).lower(*self._get_arguments()).compile()
         found = self._run.memory_analysis()
         self.temporary_bytes: int | None = None if found is None else found.temp_size_in_bytes
 
     def __call__(self) -> None:
-        """One call, waited for."""
-        results = jax.block_until_ready(self._run(*self._arguments()))
+        """Calls the function and waits for its results."""
+        results = jax.block_until_ready(self._run(*self._get_arguments()))
         self._memory.update(zip(self._changes, results, strict=True))
 
-    def _arguments(self) -> tuple[Any, ...]:
+    def _get_arguments(self) -> tuple[Any, ...]:
         changed = tuple(self._memory[name] for name in self._changes)
         return changed, *(self._memory[name] for name in self._reads)
 
 
-class Program(Turn):
-    """A compiled function that is called on its own last result, in a memory of its own.
+class Program(InPlaceProgram):
+    """A compiled function that is called on its last result.
 
     Args:
-      step: `carry, *shared -> carry`, which is compiled with the carry donated.
-      carry: what it begins with; copied.
-      *shared: arrays that all calls read.
+      step: `carry, *shared -> carry`, which donates the carry.
+      carry: The initial carry, which is copied.
+      *shared: Arrays that all calls read.
     """
 
     def __init__(self, step: Callable[..., Any], carry: Any, *shared: Any):
@@ -82,69 +82,63 @@ class Program(Turn):
 
     @property
     def carry(self) -> Any:
-        """What the last call gave."""
+        """Returns the last result."""
         return self._memory["carry"]
 
 
-def race(
-    ways: Mapping[str, Way], rounds: int, clock: Callable[[], float] = time.perf_counter
+def time_calls(
+    variants: Mapping[str, Call], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
-    """Times of a call in seconds, round by round.
+    """Measures the seconds of calls in every round.
 
-    The ways take turns, in another order each round, so that the machine's moods meet all. With
-    `time.process_time` for a clock they are the processor's, of all threads together, which other
-    work on the machine changes little.
+    The calls run in a random order in every round, so that slow periods of the machine affect all
+    of them. Use `time.process_time` as clock to measure CPU time of all threads, which other work
+    hardly affects.
     """
-    calls = {name: _calls_at_once(way) for name, way in ways.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    calls = {name: _choose_num_calls(variant) for name, variant in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     rng = np.random.default_rng(0)
     for _ in range(rounds):
-        for name in rng.permutation(list(ways)):
-            times[name].append(_seconds(ways[name], calls[name], clock))
+        for name in rng.permutation(list(variants)):
+            times[name].append(_measure_call(variants[name], calls[name], clock))
     return {name: np.array(x) for name, x in times.items()}
 
 
-def usual_clock() -> Callable[[], float]:
-    """That of the processor's time on a CPU; a processor only waits for other devices."""
+def choose_clock() -> Callable[[], float]:
+    """Returns the CPU clock on CPUs, and the wall clock on accelerators."""
     return time.process_time if jax.default_backend() == "cpu" else time.perf_counter
 
 
-def _calls_at_once(way: Way) -> int:
-    way()
-    return max(1, math.ceil(SHORTEST / _seconds(way, 1, time.perf_counter)))
+def _choose_num_calls(variant: Call) -> int:
+    variant()
+    return max(1, math.ceil(SHORTEST / _measure_call(variant, 1, time.perf_counter)))
 
 
-def _seconds(way: Way, calls: int, clock: Callable[[], float]) -> float:
+def _measure_call(variant: Call, calls: int, clock: Callable[[], float]) -> float:
     start = clock()
     for _ in range(calls):
-        way()
+        variant()
     return (clock() - start) / calls
 
 
-def phases(
+def measure_phases(
     steps: Mapping[str, Callable[..., Any]], args: Sequence[Any], repetitions: int
 ) -> dict[str, Times]:
-    """For each phase of compilation the seconds that the ways take, in turns.
-
-    Args:
-      steps: functions of the same arguments.
-      args: the arguments.
-      repetitions: how often each is compiled.
-    """
-    taken: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Measures the seconds of the compilation phases of functions with the same arguments."""
+    seconds_by_phase: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     rng = np.random.default_rng(0)
     for _ in range(repetitions):
-        for way in rng.permutation(list(steps)):
-            for phase, seconds in _cold_phases(steps[way], args).items():
-                taken[phase][way].append(seconds)
+        for variant in rng.permutation(list(steps)):
+            for phase, seconds in _measure_cold_phases(steps[variant], args).items():
+                seconds_by_phase[phase][variant].append(seconds)
     return {
-        phase: {way: np.array(seconds) for way, seconds in by_way.items()}
-        for phase, by_way in taken.items()
+        phase: {variant: np.array(seconds) for variant, seconds in seconds_by_variant.items()}
+        for phase, seconds_by_variant in seconds_by_phase.items()
     }
 
 
-def _cold_phases(step: Callable[..., Any], args: Sequence[Any]) -> dict[str, float]:
-    """Seconds to trace, lower and compile, from empty caches."""
+def _measure_cold_phases(step: Callable[..., Any], args: Sequence[Any]) -> dict[str, float]:
+    """Measures the seconds to trace, lower and compile with empty caches."""
     jax.clear_caches()
     ticks = [time.perf_counter()]
     traced = jax.jit(step).trace(*args)
@@ -156,18 +150,17 @@ def _cold_phases(step: Callable[..., Any], args: Sequence[Any]) -> dict[str, flo
     return dict(zip(("trace", "lower", "compile"), np.diff(ticks).tolist(), strict=True))
 
 
-def spread(samples: np.ndarray) -> Spread:
-    """The median and the quartiles."""
+def summarize(samples: np.ndarray) -> Spread:
+    """Computes the median and the quartiles."""
     low, median, high = np.quantile(samples, (0.25, 0.5, 0.75))
     return Spread(float(median), float(low), float(high))
 
 
-def ratio(x: np.ndarray, y: np.ndarray) -> Spread | None:
-    """The spread of the rounds' ratios, which a round that is slow as a whole does not move.
+def compute_ratio(x: np.ndarray, y: np.ndarray) -> Spread | None:
+    """Summarizes the ratios within rounds, which slow rounds do not affect.
 
-    None where `y`, a difference of times, is lost in noise: where a quarter of the rounds gave
-    nothing or less.
+    Returns None if at least a quarter of `y`, a difference of times, is not positive.
     """
-    if spread(y).low <= 0:
+    if summarize(y).low <= 0:
         return None
-    return spread(x[y > 0] / y[y > 0])
+    return summarize(x[y > 0] / y[y > 0])

@@ -1,4 +1,4 @@
-"""Where XLA's compilers for GPUs and TPUs are absent, these tests are skipped: see `.ci/run`."""
+"""Skips the tests if XLA's compilers for GPUs and TPUs are not installed; see `.ci/run`."""
 
 import functools
 import os
@@ -15,14 +15,14 @@ HERE = pathlib.Path(__file__).parent
 MISSING = [name for name in ("jax_cuda12_plugin", "libtpu", "jax_privacy") if not find_spec(name)]
 
 
-# Two processes may compile for a TPU at once: neither has one.
+# Several processes may compile for TPUs at the same time, because none of them uses a device.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
 def pytest_collection_modifyitems(items):
-    """Skips them all, with the reason; or says which compile the same steps without a clip.
+    """Skips all tests, or groups tests that share the compiled step without clipping.
 
-    `--dist=loadgroup` runs these in one process, and a device's two dtypes in two.
+    `--dist=loadgroup` runs a group in one process. The dtypes of a device are separate groups.
     """
     reason = f'not installed: {", ".join(MISSING)}; pip install ".[accelerators]"'
     for item in items:
@@ -36,42 +36,44 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _as_users(optimized):
-    """Optax's AdamW needs what `tests/conftest.py` forbids, and programs are those of users."""
+    """Allows the promotions that Optax's AdamW needs, and compiles programs like those of users."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture(scope="session")
-def added_by():
-    """`added_by(way, device, ...)`: what a way to clip adds to the step of a `Case`.
+def measure_overhead():
+    """Returns a function that measures what a variant adds to the step of a `Case`.
 
-    With `whole=True` it is all that the step does: to compare ways with each other, the step
-    without a clip need not be compiled.
+    With `whole=True`, it measures the whole step, so the step without clipping is not compiled.
     """
-    from benchmarks.accelerators.cases import Case, added
+    from benchmarks.accelerators.cases import Case, compute_overhead
 
-    compiled = functools.cache(Case.compile)
+    compile_variant = functools.cache(Case.compile)
 
-    def measure(way, *fields, whole=False, **named):
-        case = Case(*fields, **named).of(way)
-        whole |= case.is_of_examples
-        plain = None if whole else compiled(case.of("no clip"), "no clip")
-        return added(compiled(case, way), plain)
+    def measure(variant, *fields, whole=False, **named):
+        case = Case(*fields, **named).canonicalize(variant)
+        whole |= case.is_per_example
+        plain = None if whole else compile_variant(case.canonicalize("no clip"), "no clip")
+        return compute_overhead(compile_variant(case, variant), plain)
 
     return measure
 
 
 @pytest.fixture(scope="session")
-def ours(added_by):
-    """`ours(device, ...)`: what optaxclip adds."""
+def ours(measure_overhead):
+    """Returns a function that measures what optaxclip adds."""
     from aims import OURS
 
-    return functools.partial(added_by, OURS)
+    return functools.partial(measure_overhead, OURS)
 
 
 @pytest.fixture(scope="session")
-def both(ours, added_by):
-    """`both(device, ...)`: what optaxclip adds, and what Optax does."""
+def both(ours, measure_overhead):
+    """Returns a function that measures what optaxclip adds, and what Optax adds."""
     from aims import THEIRS
 
-    return lambda *fields, **named: (ours(*fields, **named), added_by(THEIRS, *fields, **named))
+    return lambda *fields, **named: (
+        ours(*fields, **named),
+        measure_overhead(THEIRS, *fields, **named),
+    )

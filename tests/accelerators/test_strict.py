@@ -1,4 +1,4 @@
-"""Strict rounding in programs that are compiled for an H100 and a TPU v5e."""
+"""Checks strict rounding in programs that are compiled for an H100 and a TPU v5e."""
 
 import re
 
@@ -12,12 +12,12 @@ from optaxclip._engine.scale import Multiplier, scale
 @pytest.mark.parametrize("device", ["h100", "v5e"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_strict_rounding_multiplies_in_float32(device, dtype):
-    """XLA for GPUs did: it compared a product with itself to learn how it had been rounded."""
-    from benchmarks.accelerators.steps import Place
+    """XLA once compared a product with itself on GPUs to detect how it had been rounded."""
+    from benchmarks.accelerators.steps import Placement
 
-    place = Place(device).everywhere
-    x = jax.ShapeDtypeStruct((64, 256), dtype, sharding=place)
-    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
+    placement = Placement(device).replicated
+    x = jax.ShapeDtypeStruct((64, 256), dtype, sharding=placement)
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=placement)
 
     def scaled(x, power, ratio):
         return scale(x, Multiplier(power, ratio), axes=(0, 1), strict=True)

@@ -268,7 +268,7 @@ subject_or_slow = slow_unless(lambda name: name not in FURTHER, SUBJECTS)
 @pytest.mark.parametrize("name", subject_or_slow)
 def test_default_rules_recover_from_fivefold_increase(name):
     subject = SUBJECTS[name]
-    (steps,) = recovery.steps_to_recover(subject.make(), (5.0,), skips=subject.skips)
+    (steps,) = recovery.count_recovery_steps(subject.make(), (5.0,), skips=subject.skips)
     assert steps <= 3000
 
 
@@ -280,7 +280,7 @@ def test_default_rules_recover_from_fivefold_increase(name):
 def test_published_settings_recover_like_original_implementations(name):
     """But for the random sequence: by 30 steps or 5 %, also of where they stopped looking."""
     subject = SUBJECTS[name]
-    steps = recovery.steps_to_recover(subject.published(), skips=subject.skips)
+    steps = recovery.count_recovery_steps(subject.build_published(), skips=subject.skips)
     for ours, theirs in zip(steps, subject.original, strict=True):
         if theirs == recovery.NEVER:
             assert ours > 0.95 * recovery.AFTER
@@ -295,7 +295,7 @@ def test_published_settings_recover_like_original_implementations(name):
 )
 def test_adagc_threshold_grows_at_published_rate(relative, beta, doubles_in):
     rule = thresholds.adagc(relative, 1.0, beta, patience=None)
-    trigger = np.asarray(drive(rule, recovery.rising_norms((5.0,))[0])[0], np.float64)[101:]
+    trigger = np.asarray(drive(rule, recovery.draw_norms((5.0,))[0])[0], np.float64)[101:]
     growth, fastest = trigger[1:] / trigger[:-1], 1 + (1 - beta) * (relative - 1)
     assert np.max(growth) == pytest.approx(fastest, rel=1e-6)
     assert np.all(growth[910:1200] > fastest - 1e-6)
@@ -323,7 +323,7 @@ def test_rules_recover_after_zero_norms(name):
 @pytest.mark.parametrize("name", ["ZClip", "AdaGC .98 1.05"])
 def test_published_settings_lock_after_zero_norms_in_warmup(name):
     norms = np.float32([0] * 40 + [1] * 1000)
-    assert np.all(multiplied(SUBJECTS[name].published(), norms)[200:] == 0)
+    assert np.all(multiplied(SUBJECTS[name].build_published(), norms)[200:] == 0)
 
 
 @pytest.mark.by_day(1)

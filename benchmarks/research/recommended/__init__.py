@@ -1,1 +1,1 @@
-"""Compares candidates for the line that the README recommends, as `../recommended.md` defines."""
+"""Compares candidates for the recommendation in the README, as defined in `../recommended.md`."""

@@ -1,4 +1,4 @@
-"""Judges the candidates by the rule of `benchmarks/research/recommended.md`."""
+"""Selects a candidate by the rule of `benchmarks/research/recommended.md`."""
 
 from collections.abc import Iterable, Mapping
 
@@ -22,19 +22,15 @@ def read_cells(rows: Iterable[Mapping[str, str]]) -> Cells:
 def find_worst(cells: Cells, optimizer: str, method: str, draws: np.ndarray) -> np.ndarray:
     """Returns the worst mean over tasks and faults for every sample of seeds, float[samples].
 
-    Args:
-      cells: The percentages.
-      optimizer: Its name.
-      method: Its name.
-      draws: The seeds' positions for every sample and task, int[samples, tasks, seeds].
+    `draws` are the indices of seeds for all samples and tasks, int[samples, tasks, seeds].
     """
     tasks = list_tasks(cells)
     means = []
-    for (x, task, fault, y), shares in cells.items():
+    for (x, task, fault, y), percentages in cells.items():
         if (x, y) == (optimizer, method) and task in tasks:
             drawn = draws[:, tasks.index(task)]  # int[samples, seeds]
             reference = cells[optimizer, task, REFERENCE.get(fault, "none"), NONE]
-            means.append(100 * shares[drawn].mean(-1) / reference[drawn].mean(-1))
+            means.append(100 * percentages[drawn].mean(-1) / reference[drawn].mean(-1))
     return np.min(means, 0)
 
 
@@ -52,18 +48,18 @@ def decide(cells: Cells) -> tuple[str, list[str]]:
     drawn = np.random.default_rng(0).integers(0, SEEDS, shape)
     whole = np.broadcast_to(np.arange(SEEDS), (1, *shape[1:]))
     draws = np.concatenate([whole, drawn])  # The first sample has all seeds.
-    of_each = {
+    worst_by_method = {
         method: np.min([find_worst(cells, x, method, draws) for x in JUDGED], 0)
         for method in CANDIDATES
     }
     lines, better = [], {}
-    for method, worst in of_each.items():
-        more = worst - of_each[ONE]
-        low, high = np.percentile(more[1:], (2.5, 97.5))
+    for method, worst in worst_by_method.items():
+        difference = worst - worst_by_method[ONE]
+        low, high = np.percentile(difference[1:], (2.5, 97.5))
         if low > 0:
             better[method] = worst[0]
         by_optimizer = [find_worst(cells, x, method, whole)[0] for x in JUDGED]
-        ends = "" if method == ONE else f"{more[0]:+.1f} ({low:+.1f} to {high:+.1f})"
+        ends = "" if method == ONE else f"{difference[0]:+.1f} ({low:+.1f} to {high:+.1f})"
         shown = [f"`{method}`", *(f"{x:.1f}" for x in by_optimizer), f"{worst[0]:.1f}", ends]
         lines.append(f"| {' | '.join(shown)} |")
     return max(better, key=lambda x: better[x], default=ONE), lines
@@ -77,8 +73,8 @@ def list_means(cells: Cells, optimizer: str) -> list[str]:
         shown = []
         for fault in faults:
             means = [
-                shares.mean()
-                for (x, _, y, z), shares in cells.items()
+                percentages.mean()
+                for (x, _, y, z), percentages in cells.items()
                 if (x, y, z) == (optimizer, fault, method)
             ]
             shown.append(f"{np.mean(means):.0f} ({min(means):.0f})")
@@ -87,7 +83,7 @@ def list_means(cells: Cells, optimizer: str) -> list[str]:
     return lines
 
 
-def report(rows: Iterable[Mapping[str, str]]) -> str:
+def format_report(rows: Iterable[Mapping[str, str]]) -> str:
     """Returns all tables and the decision in Markdown."""
     cells = read_cells(rows)
     lines = []

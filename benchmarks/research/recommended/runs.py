@@ -1,4 +1,4 @@
-"""Compiles a task and an optimizer into one program, whose inputs are methods, faults and rates."""
+"""Compiles a program per task and optimizer, with methods, faults and learning rates as inputs."""
 
 import time
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ KINDS: tuple[str, ...] = (
 LONG = {"3,000 steps": "none", "3,000 steps, spikes": "spikes"}
 LONG_TASKS = ("bandit", "hypernetwork", "deep linear")
 REFERENCE = {"zero head": "zero head"} | dict.fromkeys(LONG, "3,000 steps")
-"""The clean runs that faults are compared with; the others with "none"."""
+"""The clean runs for comparison with faults. The default is "none"."""
 STEPS, LONG_STEPS, SEEDS, FINDING, CHUNK = 300, 3000, 8, 1000, 10
 """`FINDING` is added to the seeds that choose learning rates. A call runs `CHUNK` cases."""
 SPIKE_EVERY, SPIKE, STRETCH, STRETCH_FACTOR, INCREASE = 75, 100.0, 40, 10.0, 2.0
@@ -83,15 +83,15 @@ def compile_runs(task: Task, optimizer: str) -> Any:
             )
         )
 
-        def loss_fn(params: Any, batch: Any, factor: Array, of_tails: Array) -> Array:
+        def loss_fn(params: Any, batch: Any, factor: Array, tail_key: Array) -> Array:
             losses = task.losses(params, batch)
-            tails = jnp.tan(jnp.pi / 2 * jax.random.uniform(of_tails, losses.shape))
+            tails = jnp.tan(jnp.pi / 2 * jax.random.uniform(tail_key, losses.shape))
             is_heavy = kind == KINDS.index("heavy tails")
             return jnp.mean(jnp.where(is_heavy, tails, factor) * losses)
 
         def step(number: Array, carry: Any) -> Any:
             params, state, total = carry
-            of_batch, of_tails = jax.random.split(jax.random.fold_in(data, number))
+            batch_key, tail_key = jax.random.split(jax.random.fold_in(data, number))
             block, place = number // SPIKE_EVERY, number % SPIKE_EVERY
             margin = SPIKE_EVERY // 4
             spike = jax.random.randint(
@@ -101,8 +101,8 @@ def compile_runs(task: Task, optimizer: str) -> Any:
             since = number - steps // 2
             in_stretch = (kind == KINDS.index("bad stretch")) & (since >= 0) & (since < STRETCH)
             factor = jnp.where(is_spike, SPIKE, jnp.where(in_stretch, STRETCH_FACTOR, 1.0))
-            batch = task.batch(of_batch, is_spike | in_stretch)
-            grads = jax.grad(loss_fn)(params, batch, factor, of_tails)
+            batch = task.batch(batch_key, is_spike | in_stretch)
+            grads = jax.grad(loss_fn)(params, batch, factor, tail_key)
             updates, state = tx.update(grads, state, params)
             share = jnp.minimum(
                 1.0, jnp.minimum((number + 1) / 0.1, (steps - number) / 0.2) / steps
@@ -116,20 +116,20 @@ def compile_runs(task: Task, optimizer: str) -> Any:
         return Outcome(task.held_out(params), task.held_out(end), jnp.exp(total / steps))
 
     # Batches depend on seeds only, so all cases of a seed share them.
-    of_cases = jax.vmap(run, (None, 0, 0, 0, None))
-    of_seeds = jax.vmap(of_cases, (0, None, None, None, None))
+    run_cases = jax.vmap(run, (None, 0, 0, 0, None))
+    run_seeds = jax.vmap(run_cases, (0, None, None, None, None))
     whole, real = (jax.ShapeDtypeStruct((CHUNK,), x) for x in (jnp.int32, jnp.float32))
     seeds, steps = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((SEEDS,), ()))
-    return jax.jit(of_seeds).lower(seeds, whole, whole, real, steps).compile()
+    return jax.jit(run_seeds).lower(seeds, whole, whole, real, steps).compile()
 
 
-def gains(outcome: Outcome) -> np.ndarray:
+def compute_gains(outcome: Outcome) -> np.ndarray:
     """Returns how much the losses fall; 0 for runs that end non-finite or above their start."""
     start, end = np.asarray(outcome.start, float), np.asarray(outcome.end, float)
     return np.where(end < start, start - end, 0.0)
 
 
-def study(name: str, task: Task, optimizer: str, first: int) -> list[dict[str, Any]]:
+def run_study(name: str, task: Task, optimizer: str, first: int) -> list[dict[str, Any]]:
     """Returns a row for every fault and method, with the seeds' gains in percent."""
     began = time.process_time()
     program = compile_runs(task, optimizer)
@@ -138,7 +138,7 @@ def study(name: str, task: Task, optimizer: str, first: int) -> list[dict[str, A
     zeros = np.zeros(CHUNK, np.int32)
     grid = GRID[optimizer].astype(np.float32)
     outcome = program(seeds + FINDING, zeros, zeros, grid, np.int32(STEPS))
-    rate = grid[gains(outcome).mean(0).argmax()]
+    rate = grid[compute_gains(outcome).mean(0).argmax()]
 
     def learn(kinds: tuple[str, ...], steps: int) -> tuple[np.ndarray, np.ndarray]:
         cases = [(i, KINDS.index(kind)) for kind in kinds for i in range(len(METHODS))]
@@ -146,7 +146,7 @@ def study(name: str, task: Task, optimizer: str, first: int) -> list[dict[str, A
         for i in range(0, len(cases), CHUNK):
             method, kind = np.array(cases[i : i + CHUNK], np.int32).T
             outcome = program(seeds, method, kind, np.full(CHUNK, rate), np.int32(steps))
-            found.append(gains(outcome))
+            found.append(compute_gains(outcome))
             norms.append(np.asarray(outcome.norm))
         shape = (SEEDS, len(kinds), len(METHODS))
         return np.concatenate(found, 1).reshape(shape), np.concatenate(norms, 1).reshape(shape)
@@ -154,8 +154,8 @@ def study(name: str, task: Task, optimizer: str, first: int) -> list[dict[str, A
     gained, norms = learn(KINDS, STEPS)
     names = list(KINDS)
     if name in LONG_TASKS:
-        of_long = learn(tuple(LONG.values()), LONG_STEPS)
-        gained, norms = (np.concatenate(x, 1) for x in zip((gained, norms), of_long, strict=True))
+        long_runs = learn(tuple(LONG.values()), LONG_STEPS)
+        gained, norms = (np.concatenate(x, 1) for x in zip((gained, norms), long_runs, strict=True))
         names += LONG
     ran = time.process_time()
     print(

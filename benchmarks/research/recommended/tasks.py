@@ -1,4 +1,4 @@
-"""Small tasks that no clipping method was tuned on."""
+"""Defines small tasks that no clipping method was tuned on."""
 
 import functools
 import itertools
@@ -38,24 +38,24 @@ class Task(NamedTuple):
     held_out: Callable[[Params], Array]
 
 
-def _evaluated(initial: Any, batch: Any, losses: Any, batches: int = 8) -> Task:
+def _build_task(draw_params: Any, batch: Any, losses: Any, batches: int = 8) -> Task:
     """Returns a task that is evaluated on fixed clean batches."""
     keys = jax.random.split(jax.random.key(HELD_OUT_KEY), batches)
     held_out = jax.jit(jax.vmap(lambda key: batch(key, jnp.bool_(False))))(keys)
     mean = jax.vmap(losses, (None, 0))
-    return Task(initial, batch, losses, lambda params: mean(params, held_out).mean())
+    return Task(draw_params, batch, losses, lambda params: mean(params, held_out).mean())
 
 
-def _normal(key: Array, rows: int, columns: int) -> Array:
+def _draw_matrix(key: Array, rows: int, columns: int) -> Array:
     return rows**-0.5 * jax.random.normal(key, (rows, columns))
 
 
-def _mlp(key: Array, sizes: tuple[int, ...]) -> Params:
+def _draw_mlp(key: Array, sizes: tuple[int, ...]) -> Params:
     """Returns matrices and biases; the last matrix is named "head"."""
     params = {}
     for i, (rows, columns) in enumerate(itertools.pairwise(sizes)):
         name = "head" if i == len(sizes) - 2 else f"matrix{i}"
-        params[name] = _normal(jax.random.fold_in(key, i), rows, columns)
+        params[name] = _draw_matrix(jax.random.fold_in(key, i), rows, columns)
         params[f"bias{i}"] = jnp.zeros(columns)
     return params
 
@@ -72,13 +72,13 @@ def recall() -> Task:
     """Returns a tanh RNN that must name the first symbol after a sequence of distractors."""
     size, width = 16, 32
 
-    def initial(key: Array) -> Params:
+    def draw_params(key: Array) -> Params:
         keys = jax.random.split(key, 3)
         return {
             "embedding": jax.random.normal(keys[0], (RECALLED + DISTRACTORS, width)),
             "recurrent": jax.nn.initializers.orthogonal()(keys[1], (width, width)),
             "bias": jnp.zeros(width),
-            "head": _normal(keys[2], width, RECALLED),
+            "head": _draw_matrix(keys[2], width, RECALLED),
         }
 
     def batch(key: Array, is_bad: Array) -> tuple[Array, Array]:
@@ -97,7 +97,7 @@ def recall() -> Task:
         hidden, _ = jax.lax.scan(step, jnp.zeros((size, width)), params["embedding"][symbols])
         return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["head"], targets)
 
-    return _evaluated(initial, batch, losses)
+    return _build_task(draw_params, batch, losses)
 
 
 @functools.cache
@@ -109,13 +109,13 @@ def contrastive() -> Task:
     train, held_out = images[300:], images[:300]
     size, width, embedded = 16, 32, 16
 
-    def initial(key: Array) -> Params:
+    def draw_params(key: Array) -> Params:
         first, second, head = jax.random.split(key, 3)
         return {
-            "matrix0": _normal(first, 64, width),
+            "matrix0": _draw_matrix(first, 64, width),
             "bias0": jnp.zeros(width),
-            "matrix1": _normal(second, width, embedded),
-            "head": _normal(head, embedded, embedded),
+            "matrix1": _draw_matrix(second, width, embedded),
+            "head": _draw_matrix(head, embedded, embedded),
         }
 
     def views(key: Array, of: Array, is_bad: Array) -> Array:
@@ -130,8 +130,10 @@ def contrastive() -> Task:
         logits = hidden[0] @ params["head"] @ hidden[1].T  # f32[examples, examples]
         return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(size))
 
-    of_held_out = _evaluated(initial, lambda key, is_bad: views(key, held_out, is_bad), losses, 16)
-    return of_held_out._replace(batch=lambda key, is_bad: views(key, train, is_bad))
+    held_out_task = _build_task(
+        draw_params, lambda key, is_bad: views(key, held_out, is_bad), losses, 16
+    )
+    return held_out_task._replace(batch=lambda key, is_bad: views(key, train, is_bad))
 
 
 @functools.cache
@@ -146,8 +148,8 @@ def bandit() -> Task:
     def rewards(x: Array) -> Array:
         return jax.nn.sigmoid(jnp.tanh(x @ of_context) @ of_hidden)  # f32[contexts, arms]
 
-    def initial(key: Array) -> Params:
-        return _mlp(key, (CONTEXT, 32, ARMS + 1))
+    def draw_params(key: Array) -> Params:
+        return _draw_mlp(key, (CONTEXT, 32, ARMS + 1))
 
     def batch(key: Array, is_bad: Array) -> Any:
         keys = jax.random.split(key, 4)
@@ -159,8 +161,8 @@ def bandit() -> Task:
 
     def losses(params: Params, examples: Any) -> Array:
         x, won, noise = examples
-        told = _apply_mlp(params, x)
-        logits, value = told[:, :ARMS], told[:, ARMS]
+        predictions = _apply_mlp(params, x)
+        logits, value = predictions[:, :ARMS], predictions[:, ARMS]
         arm = jnp.argmax(jax.lax.stop_gradient(logits) + noise, -1)
         error = jnp.take_along_axis(won, arm[:, None], -1)[:, 0] - value
         surprise = optax.softmax_cross_entropy_with_integer_labels(logits, arm)
@@ -170,7 +172,7 @@ def bandit() -> Task:
         policy = jax.nn.softmax(_apply_mlp(params, held_out)[:, :ARMS])
         return -(policy * rewards(held_out)).sum(-1).mean()
 
-    return Task(initial, batch, losses, held_out_loss)
+    return Task(draw_params, batch, losses, held_out_loss)
 
 
 @functools.cache
@@ -181,8 +183,8 @@ def physics() -> Task:
     def solve(params: Params, x: Array) -> Array:
         return x * (1 - x) * _apply_mlp(params, 2 * x[None] - 1)[0]
 
-    def initial(key: Array) -> Params:
-        return _mlp(key, (1, 24, 24, 1))
+    def draw_params(key: Array) -> Params:
+        return _draw_mlp(key, (1, 24, 24, 1))
 
     def batch(key: Array, is_bad: Array) -> tuple[Array, Array]:
         x = jax.random.uniform(key, (size,))
@@ -195,10 +197,10 @@ def physics() -> Task:
         return (bend + force) ** 2
 
     def held_out(params: Params) -> Array:
-        told = jax.vmap(functools.partial(solve, params))(grid)
-        return jnp.mean((told - jnp.sin(2 * jnp.pi * grid)) ** 2)
+        predictions = jax.vmap(functools.partial(solve, params))(grid)
+        return jnp.mean((predictions - jnp.sin(2 * jnp.pi * grid)) ** 2)
 
-    return Task(initial, batch, losses, held_out)
+    return Task(draw_params, batch, losses, held_out)
 
 
 @functools.cache
@@ -206,16 +208,16 @@ def sets() -> Task:
     """Returns a set transformer that must tell the largest distance between points."""
     size, width = 16, 16
 
-    def initial(key: Array) -> Params:
+    def draw_params(key: Array) -> Params:
         keys = jax.random.split(key, 6)
         return {
             "embedding": jax.random.normal(keys[0], (2, width)),
-            "query_key_value": _normal(keys[1], width, 3 * width),
-            "out": _normal(keys[2], width, width),
-            "up": _normal(keys[3], width, 2 * width),
-            "down": _normal(keys[4], 2 * width, width),
+            "query_key_value": _draw_matrix(keys[1], width, 3 * width),
+            "out": _draw_matrix(keys[2], width, width),
+            "up": _draw_matrix(keys[3], width, 2 * width),
+            "down": _draw_matrix(keys[4], 2 * width, width),
             "bias": jnp.zeros(2 * width),
-            "head": _normal(keys[5], width, 1),
+            "head": _draw_matrix(keys[5], width, 1),
         }
 
     def batch(key: Array, is_bad: Array) -> tuple[Array, Array]:
@@ -233,7 +235,7 @@ def sets() -> Task:
         x = x + jax.nn.relu(x @ params["up"] + params["bias"]) @ params["down"]
         return ((x.mean(1) @ params["head"])[:, 0] - targets) ** 2
 
-    return _evaluated(initial, batch, losses)
+    return _build_task(draw_params, batch, losses)
 
 
 @functools.cache
@@ -242,9 +244,9 @@ def hypernetwork() -> Task:
     size, units = 16, 8
     generated = 3 * units + 1
 
-    def initial(key: Array) -> Params:
+    def draw_params(key: Array) -> Params:
         of_generator, of_base = jax.random.split(key)
-        return _mlp(of_generator, (3, 24, generated)) | {
+        return _draw_mlp(of_generator, (3, 24, generated)) | {
             "base": jax.random.normal(of_base, (generated,))
         }
 
@@ -261,10 +263,10 @@ def hypernetwork() -> Task:
         weights = params["base"] + _apply_mlp(params, z)  # f32[examples, generated]
         first, bias, last = jnp.split(weights[:, :-1, None], 3, 1)  # f32[examples, units, 1]
         hidden = jnp.tanh(first * x[:, None] + bias)  # f32[examples, units, points]
-        told = (last * hidden).sum(1) + weights[:, -1:]
-        return jnp.mean((told - y) ** 2, -1)
+        predictions = (last * hidden).sum(1) + weights[:, -1:]
+        return jnp.mean((predictions - y) ** 2, -1)
 
-    return _evaluated(initial, batch, losses)
+    return _build_task(draw_params, batch, losses)
 
 
 @functools.cache
@@ -273,8 +275,8 @@ def alignment() -> Task:
     size, width = 8, 32
     shapes = jnp.asarray(np.random.default_rng(0).normal(size=(SYMBOLS, FEATURES)), jnp.float32)
 
-    def initial(key: Array) -> Params:
-        return _mlp(key, (3 * FEATURES, width, SYMBOLS + 1))
+    def draw_params(key: Array) -> Params:
+        return _draw_mlp(key, (3 * FEATURES, width, SYMBOLS + 1))
 
     def labels(key: Array) -> Array:
         """Returns symbols that differ from their neighbors, i32[examples, labels]."""
@@ -299,7 +301,7 @@ def alignment() -> Task:
         no_frames, no_labels = jnp.zeros(logits.shape[:2]), jnp.zeros(targets.shape)
         return optax.ctc_loss(logits, no_frames, targets + 1, no_labels) / LABELS
 
-    return _evaluated(initial, batch, losses)
+    return _build_task(draw_params, batch, losses)
 
 
 @functools.cache
@@ -309,10 +311,10 @@ def deep_linear() -> Task:
     of_map = jnp.asarray(np.random.default_rng(1).normal(size=(WIDTH, WIDTH)), jnp.float32)
     target = WIDTH**-0.5 * of_map
 
-    def initial(key: Array) -> Params:
+    def draw_params(key: Array) -> Params:
         keys = jax.random.split(key, DEPTH + 1)
-        hidden = {f"matrix{i}": _normal(keys[i], WIDTH, WIDTH) for i in range(DEPTH)}
-        return hidden | {"head": _normal(keys[DEPTH], WIDTH, WIDTH)}
+        hidden = {f"matrix{i}": _draw_matrix(keys[i], WIDTH, WIDTH) for i in range(DEPTH)}
+        return hidden | {"head": _draw_matrix(keys[DEPTH], WIDTH, WIDTH)}
 
     def batch(key: Array, is_bad: Array) -> tuple[Array, Array]:
         x = jax.random.normal(key, (size, WIDTH))
@@ -325,7 +327,7 @@ def deep_linear() -> Task:
             x = x @ params[f"matrix{i}"]
         return jnp.mean((x @ params["head"] - y) ** 2, -1)
 
-    return _evaluated(initial, batch, losses)
+    return _build_task(draw_params, batch, losses)
 
 
 @functools.cache
@@ -342,8 +344,8 @@ def image() -> Task:
     waves = jnp.asarray(np.random.default_rng(2).normal(size=(2, features)) * 6, jnp.float32)
     inputs = jnp.concatenate([jnp.sin(places @ waves), jnp.cos(places @ waves)], -1)
 
-    def initial(key: Array) -> Params:
-        params = _mlp(key, (2 * features, 32, 1))
+    def draw_params(key: Array) -> Params:
+        params = _draw_mlp(key, (2 * features, 32, 1))
         return {**params, "head": brightest * params["head"]}
 
     def batch(key: Array, is_bad: Array) -> tuple[Array, Array]:
@@ -354,7 +356,7 @@ def image() -> Task:
         x, y = examples
         return (_apply_mlp(params, x)[:, 0] - y) ** 2
 
-    return Task(initial, batch, losses, lambda params: losses(params, (inputs, pixels)).mean())
+    return Task(draw_params, batch, losses, lambda params: losses(params, (inputs, pixels)).mean())
 
 
 TASKS: dict[str, Callable[[], Task]] = {

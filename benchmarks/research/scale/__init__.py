@@ -1,1 +1,1 @@
-"""Whether what the study found of small networks holds at 30 to 100 times their size."""
+"""Repeats the study with networks of 30 to 100 times the size."""

@@ -1,1 +1,1 @@
-"""Which method helps? Every method on several tasks, with faults injected: see `__main__`."""
+"""Compares all methods on several tasks with injected faults; see `__main__`."""

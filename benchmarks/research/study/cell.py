@@ -1,8 +1,7 @@
-"""A cell of the study: one task, one optimizer, one method, as one compiled program.
+"""Compiles a cell of the study: a task, an optimizer and a method.
 
-Rates, faults, seeds and thresholds are inputs. Its runs take turns, because on a CPU large products
-of matrices that differ by run are faster one by one than with `vmap`; the smallest networks are
-faster at once.
+Learning rates, faults, seeds and thresholds are inputs. Runs are computed sequentially, which is
+faster on CPUs than `vmap` for all but the smallest networks.
 """
 
 from collections.abc import Callable
@@ -15,21 +14,17 @@ from jax import Array
 
 from benchmarks.research.study import faults
 from benchmarks.research.study.faults import Faults
-from benchmarks.research.study.methods import Method, Setting, steps_changed
-from benchmarks.research.study.optimizers import optimizer
+from benchmarks.research.study.methods import Method, Setting, get_num_changed
+from benchmarks.research.study.optimizers import build_optimizer
 from benchmarks.research.study.task import Task
 from optaxclip import accumulate, monitor, ops
 
 
 class Begin(NamedTuple):
-    """What all methods of a task begin with, in a run of one seed and one fault.
+    """The start of a run, which does not depend on the method.
 
-    Attributes:
-      params: the network's.
-      held_out: float32[], their loss.
-      keys: of the steps' batches, [steps].
-      noise: a key.
-      faults: the run's.
+    `held_out` is the initial loss, float32[]. `keys` are those of the batches, [steps], and `noise`
+    is that of the noise.
     """
 
     params: Any
@@ -40,13 +35,7 @@ class Begin(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The inputs of a program, an entry for each run.
-
-    Attributes:
-      begin: as `beginning` gives it.
-      rate: float32[runs].
-      threshold: float32[runs].
-    """
+    """The inputs of a program with a leading axis of runs."""
 
     begin: Begin
     rate: Array
@@ -54,13 +43,13 @@ class Runs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of each run.
+    """The results of runs.
 
     Attributes:
-      held_out: float32[runs, evaluations]: before the first step, and after each `every` of them.
-      changed: int32[runs], the steps that the method changed; -1 if that is not known.
-      onset: int32[runs], the first bad step, or -1.
-      norms: float32[runs, steps], of the gradients before the method.
+      held_out: The losses before the first and after every `every` steps, [runs, evaluations].
+      changed: The number of steps that the method changed, int32[runs], or -1 if unknown.
+      onset: The first bad step, int32[runs], or -1.
+      norms: The norms of the gradients before the method, float32[runs, steps].
     """
 
     held_out: Array
@@ -69,84 +58,89 @@ class Outcome(NamedTuple):
     norms: Array
 
 
-def program(
-    task: Task, optimizer_name: str, method: Method, steps: int, every: int, at_once: bool = False
+def build_program(
+    task: Task, optimizer_name: str, method: Method, steps: int, every: int, use_vmap: bool = False
 ) -> Callable[[Runs], Outcome]:
-    """The compiled function of a cell; its runs take turns, or are computed at once."""
-    grads_of = _gradient(task, method)
+    """Returns the jitted function of a cell, which computes runs sequentially or together."""
+    grad_fn = _build_grad_fn(task, method)
 
     def run(begin: Begin, rate: Array, threshold: Array) -> Outcome:
-        # The rate that is right for SGD depends on the scale of the loss.
-        of_scale = 1 / begin.faults.scale if optimizer_name == "sgd" else 1.0
-        parts = optimizer(optimizer_name, rate * of_scale * begin.faults.rate, steps)
+        # The best learning rate of SGD depends on the scale of the loss.
+        scale_factor = 1 / begin.faults.scale if optimizer_name == "sgd" else 1.0
+        parts = build_optimizer(optimizer_name, rate * scale_factor * begin.faults.rate, steps)
         setting = Setting(*parts, threshold, task.noise or 0.0, begin.noise, task.examples)
         tx = optax.with_extra_args_support(method.make(setting))
 
-        def step(carry: Any, now: Any) -> tuple[Any, Array]:
-            (params, state), (key, factor, is_scrambled, is_nan) = carry, now
+        def step(carry: Any, inputs: Any) -> tuple[Any, Array]:
+            (params, state), (key, factor, is_scrambled, is_nan) = carry, inputs
             batch = task.batch(params, key, is_scrambled)
-            weights = faults.weights(factor, is_nan, task.examples)
+            weights = faults.compute_weights(factor, is_nan, task.examples)
             scale = monitor.loss_scale(state) if method.is_scaled else 1.0
-            loss, grads = grads_of(params, batch, scale * weights, threshold)
+            loss, grads = grad_fn(params, batch, scale * weights, threshold)
             updates, state = tx.update(grads, state, params, value=loss / scale)
             return (optax.apply_updates(params, updates), state), ops.global_norm(grads) / scale
 
-        def between(carry: Any, now: Any) -> tuple[Any, Any]:
-            carry, norms = jax.lax.scan(step, carry, now)
+        def run_until_evaluation(carry: Any, inputs: Any) -> tuple[Any, Any]:
+            carry, norms = jax.lax.scan(step, carry, inputs)
             return carry, (task.held_out(carry[0]), norms)
 
-        wrong = begin.faults
-        each = (begin.keys, wrong.factor, wrong.is_scrambled, wrong.is_nan)
+        run_faults = begin.faults
+        each = (begin.keys, run_faults.factor, run_faults.is_scrambled, run_faults.is_nan)
         each = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), each)
         carry = (begin.params, tx.init(begin.params))
-        (_, state), (losses, norms) = jax.lax.scan(between, carry, each)
+        (_, state), (losses, norms) = jax.lax.scan(run_until_evaluation, carry, each)
         held_out = jnp.append(begin.held_out, losses)
-        changed = jnp.int32(-1) if method.microbatches else steps_changed(state)
-        return Outcome(held_out, changed, wrong.onset, norms.reshape(-1))
+        changed = jnp.int32(-1) if method.microbatches else get_num_changed(state)
+        return Outcome(held_out, changed, run_faults.onset, norms.reshape(-1))
 
-    if at_once:
+    if use_vmap:
         return jax.jit(lambda runs: jax.vmap(run)(*runs))
     return jax.jit(lambda runs: jax.lax.map(lambda each: run(*each), runs))
 
 
-def beginning(task: Task, steps: int) -> Callable[[Array, Array], Begin]:
-    """A compiled function of the seeds and the numbers of the faults, both int32[runs].
+def build_begin(task: Task, steps: int) -> Callable[[Array, Array], Begin]:
+    """Returns a jitted function of seeds and numbers of faults, both int32[runs].
 
-    It stands apart from the cells, as every method begins with the same.
+    It is not part of the cells, because all methods share it.
     """
 
     def begin(seed: Array, fault: Array) -> Begin:
-        first, data, wrong, noise = jax.random.split(jax.random.key(seed), 4)
+        first, data, fault_key, noise = jax.random.split(jax.random.key(seed), 4)
         params, keys = task.initial(first), jax.random.split(data, steps)
-        return Begin(params, task.held_out(params), keys, noise, faults.drawn(fault, wrong, steps))
+        run_faults = faults.draw(fault, fault_key, steps)
+        return Begin(params, task.held_out(params), keys, noise, run_faults)
 
     return jax.jit(lambda *of: jax.lax.map(lambda each: begin(*each), of))
 
 
-def _gradient(task: Task, method: Method) -> Callable[..., tuple[Array, Any]]:
+def _build_grad_fn(task: Task, method: Method) -> Callable[..., tuple[Array, Any]]:
     def loss_fn(params: Any, batch: Any, weights: Array) -> Array:
         return jnp.mean(weights * task.losses(params, batch))
 
-    def of_batch(params: Any, batch: Any, weights: Array, threshold: Array) -> tuple[Array, Any]:
+    def compute_batch_grads(
+        params: Any, batch: Any, weights: Array, threshold: Array
+    ) -> tuple[Array, Any]:
         return jax.value_and_grad(loss_fn)(params, batch, weights)
 
-    def of_examples(params: Any, batch: Any, weights: Array, threshold: Array) -> tuple[Array, Any]:
+    def compute_example_grads(
+        params: Any, batch: Any, weights: Array, threshold: Array
+    ) -> tuple[Array, Any]:
         singles = jax.tree.map(lambda x: x[:, None], (batch, weights))
         losses, grads = jax.vmap(jax.value_and_grad(loss_fn), (None, 0, 0))(params, *singles)
         return losses.mean(), grads
 
-    def of_microbatches(
+    def compute_microbatch_grads(
         params: Any, batch: Any, weights: Array, threshold: Array
     ) -> tuple[Array, Any]:
-        grads_of = accumulate.value_and_grad(
+        grad_fn = accumulate.value_and_grad(
             loss_fn,
             batch_argnums=(1, 2),
             microbatch_size=task.examples // faults.MICROBATCHES,
             clip=None if method.threshold is None else threshold,
         )
-        loss, grads, _ = grads_of(params, batch, weights)
+        loss, grads, _ = grad_fn(params, batch, weights)
         return loss, grads
 
     if task.noise is not None:
-        return of_examples
-    return of_microbatches if method.microbatches else of_batch
+        return compute_example_grads
+    return compute_microbatch_grads if method.microbatches else compute_batch_grads

@@ -1,8 +1,8 @@
-"""One claim of each of four papers, tried at the study's scale: rows that the others lack.
+"""Tests a claim of four papers at the scale of the study.
 
-AutoClip's, that the percentile 10 is the best; ZClip's, that it trains at rates that are too high
-for a constant; AGC's, that without normalization large batches need it; SPAM's, that it beats Adam,
-with a constant too, where there are spikes.
+AutoClip: the 10th percentile is best. ZClip: it trains with learning rates that are too high for a
+constant threshold. AGC: networks without normalization need it for large batches. SPAM: it is
+better than Adam, with or without a constant threshold, if there are spikes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,46 +15,48 @@ from benchmarks.research.study import comparing, inference, plan, results, rows
 from benchmarks.research.study.comparing import CASES, Study
 from benchmarks.research.study.figures import CLAIMS, OF_BATCHES, WITH_ADAMW, Claim, Row
 from benchmarks.research.study.runs import BEST, NONE
-from benchmarks.research.study.summary import together
+from benchmarks.research.study.summary import select_pooled
 
 
-def of_papers(study: Study, path: Path) -> Iterator[Row]:
-    """What is compared on AdamW's tasks alone, and AGC's runs, which are at `path`."""
+def format_claims(study: Study, path: Path) -> Iterator[Row]:
+    """Yields the rows of comparisons on AdamW's tasks, and of AGC's runs at `path`."""
     for claim in CLAIMS:
         if claim.tasks == WITH_ADAMW:
-            yield from _with_adamw(study, claim)
-    yield from _of_batches(results.read(path))
+            yield from _format_adamw_claim(study, claim)
+    yield from _format_batches(results.read(path))
 
 
-def _with_adamw(study: Study, claim: Claim) -> Iterator[Row]:
-    pairs = [pair for pair in together(study.pairs) if pair.optimizer == "adamw"]
+def _format_adamw_claim(study: Study, claim: Claim) -> Iterator[Row]:
+    pairs = [pair for pair in select_pooled(study.pairs) if pair.optimizer == "adamw"]
     case = next(case for case in CASES if case.title == claim.fault)
     base = NONE if claim.column == "gain" else BEST
     pooled = comparing.compare(study, pairs, base, case)
     for method in claim.methods:
-        cells = [study.cell(pair, method, case) for pair in pairs]
+        cells = [study.get_cell(pair, method, case) for pair in pairs]
         known = [cell for cell in cells if cell is not None]
         if known and len(known) == len(cells):
             yield {
                 "tasks": claim.tasks,
                 "fault": claim.fault,
                 "method": method,
-                **rows.share(claim.column, pooled.get(method)),
-                "lost": rows.percent(float(np.mean([cell.is_lost.mean() for cell in known]))),
+                **rows.format_share(claim.column, pooled.get(method)),
+                "lost": rows.format_percent(
+                    float(np.mean([cell.is_lost.mean() for cell in known]))
+                ),
             }
 
 
-def _of_batches(lines: Iterable[dict[str, Any]]) -> Iterator[Row]:
-    """Of each batch and method the best rate, its loss, and the largest rate that trains."""
+def _format_batches(lines: Iterable[dict[str, Any]]) -> Iterator[Row]:
+    """Yields the best rate, its loss, and the largest successful rate by batch size and method."""
     found: dict[tuple[int, str], dict[float, dict[int, np.ndarray]]] = {}
     for line in lines:
         if "clip" in line:
-            of_rate = found.setdefault((line["batch"], line["clip"]), {})
-            of_seed = of_rate.setdefault(line["learning_rate"], {})
-            of_seed[line["seed"]] = np.array(line["held_out"], float)
-    for (batch, method), of_rate in sorted(found.items(), key=lambda item: item[0][0]):
-        held_out = {rate: np.stack(list(seeds.values())) for rate, seeds in of_rate.items()}
-        ends = {rate: plan.final(x) for rate, x in held_out.items()}
+            by_rate = found.setdefault((line["batch"], line["clip"]), {})
+            by_seed = by_rate.setdefault(line["learning_rate"], {})
+            by_seed[line["seed"]] = np.array(line["held_out"], float)
+    for (batch, method), by_rate in sorted(found.items(), key=lambda item: item[0][0]):
+        held_out = {rate: np.stack(list(seeds.values())) for rate, seeds in by_rate.items()}
+        ends = {rate: plan.get_final_losses(x) for rate, x in held_out.items()}
         best = min(ends, key=lambda rate: ends[rate].mean())
         trains = [rate for rate, x in held_out.items() if not plan.is_lost(x).any()]
         yield {
@@ -62,6 +64,6 @@ def _of_batches(lines: Iterable[dict[str, Any]]) -> Iterator[Row]:
             "fault": f"{OF_BATCHES}{batch}",
             "method": method,
             "rate": f"{best:g}",
-            **rows.loss(inference.interval(ends[best])),
+            **rows.format_loss(inference.compute_interval(ends[best])),
             "largest_rate": f"{max(trains):g}" if trains else "none",
         }

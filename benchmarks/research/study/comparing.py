@@ -1,4 +1,4 @@
-"""Each method beside a base, by one fault: how much it is worth, and whether that is chance."""
+"""Compares methods with a base method for a fault, and tests the differences for significance."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,20 +12,12 @@ from benchmarks.research.study.runs import NONE, RATES, Cell, Cells, Key, Pair
 
 HELPS, UNCLEAR, HARMS = "helps", "no difference shown", "harms"
 CHANCE = 0.05
-LEAST = 0.005
-"""A smaller share of the gain is no difference that matters, however sure it is."""
+SMALLEST_SHARE = 0.005
+"""Smaller fractions of the gain do not count as differences, even if they are significant."""
 
 
 class Case(NamedTuple):
-    """What every method is tried on.
-
-    Attributes:
-      name: for anchors, and in the code.
-      title: for readers.
-      short: the same where there is little room.
-      fault: as in the results.
-      rate: the same; None for that which each method and pair has of its own, the best.
-    """
+    """The conditions of a comparison. If `rate` is None, methods use their best learning rate."""
 
     name: str
     title: str
@@ -48,13 +40,12 @@ CASES = (
 
 
 class Comparison(NamedTuple):
-    """A method beside a base.
+    """A comparison of a method with a base method.
 
     Attributes:
-      share: the loss that it gains on the base, as a share of the pair's gain, over seeds.
-      chance: that so large a mean comes by chance, corrected for the methods compared.
-      pairs: how many it was compared on.
-      seeds: how many.
+      share: The mean improvement over the base as a fraction of the gain of the pair.
+      chance: The p-value, corrected for the number of compared methods.
+      pairs, seeds: The numbers of pairs and seeds.
     """
 
     share: Interval
@@ -64,8 +55,8 @@ class Comparison(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Whether it helps."""
-        if self.chance >= CHANCE or abs(self.share.mean) < LEAST:
+        """Returns whether the method helps, harms, or neither."""
+        if self.chance >= CHANCE or abs(self.share.mean) < SMALLEST_SHARE:
             return UNCLEAR
         return HELPS if self.share.mean > 0 else HARMS
 
@@ -74,14 +65,13 @@ class Study(NamedTuple):
     """All results.
 
     Attributes:
-      cells: by what was run.
-      pairs: sorted.
-      methods: in the order of `benchmarks.research.study.methods`, and others behind.
-      gains: of each pair, the loss that is learned away without a fault and without a method, at
-        the best rate; where that is nothing, the most that any method learns away. It is the unit
-        in which pairs are put together, as losses of different tasks have different ones. The
-        spread over seeds would be another, but one that makes much of a task because its seeds
-        agree.
+      cells: The cells by key.
+      pairs: The sorted pairs.
+      methods: The methods in the order of `benchmarks.research.study.methods`, then others.
+      gains: The decrease of the loss without fault and method at the best learning rate, by pair.
+        If the loss does not decrease, the largest decrease of all methods. Differences are divided
+        by it, so that pairs are comparable. The spread over seeds is not a suitable unit, because
+        it emphasizes tasks whose seeds agree.
     """
 
     cells: Cells
@@ -90,25 +80,30 @@ class Study(NamedTuple):
     gains: Mapping[Pair, float]
 
     @classmethod
-    def of(cls, cells: Cells) -> "Study":
-        """The study with these cells."""
+    def from_cells(cls, cells: Cells) -> "Study":
+        """Builds the study from cells."""
         pairs = tuple(sorted({key.pair for key in cells}))
         found = dict.fromkeys(key.method for key in cells)
         known = [method for method in (METHODS | PRIVATE) if method in found]
         methods = tuple(dict.fromkeys([*known, *found]))
-        most: dict[tuple[Pair, bool], float] = {}
+        max_gains: dict[tuple[Pair, bool], float] = {}
         for key, cell in cells.items():
             if key.fault == "none":
                 group = key.pair, key.method == NONE
-                most[group] = max(most.get(group, 0.0), float(np.mean(cell.start - cell.end)))
-        gains = {pair: most.get((pair, True)) or most.get((pair, False), 0.0) for pair in pairs}
+                max_gains[group] = max(
+                    max_gains.get(group, 0.0), float(np.mean(cell.start - cell.end))
+                )
+        gains = {
+            pair: max_gains.get((pair, True)) or max_gains.get((pair, False), 0.0) for pair in pairs
+        }
         return cls(cells, pairs, methods, gains)
 
-    def cell(self, pair: Pair, method: str, case: Case) -> Cell | None:
-        """The cell, if it was run; without a rate that whose mean end is the lowest.
+    def get_cell(self, pair: Pair, method: str, case: Case) -> Cell | None:
+        """Returns the cell, or None if it was not run.
 
-        Faults are run at one rate, which is then taken. Without a fault all three rates have to be
-        there: with two a method would have less choice.
+        If the case has no learning rate, selects the cell with the lowest mean final loss. Faults
+        run at one learning rate. Without a fault, all three learning rates are required, so that
+        all methods have the same choice.
         """
         rates = RATES if case.rate is None else (case.rate,)
         found = [self.cells.get(Key(pair, method, case.fault, rate)) for rate in rates]
@@ -117,9 +112,11 @@ class Study(NamedTuple):
             return None
         return min(known, key=lambda x: x.end.mean())
 
-    def differences(self, pair: Pair, method: str, base: str, case: Case) -> Mapping[int, float]:
-        """By seed: how much less loss a run of the method ends with, as a share of the gain."""
-        ours, theirs = self.cell(pair, method, case), self.cell(pair, base, case)
+    def compute_differences(
+        self, pair: Pair, method: str, base: str, case: Case
+    ) -> Mapping[int, float]:
+        """Returns the decrease of the final loss by seed, as a fraction of the gain."""
+        ours, theirs = self.get_cell(pair, method, case), self.get_cell(pair, base, case)
         if ours is None or theirs is None or not self.gains[pair]:
             return {}
         ends = dict(zip(ours.seeds.tolist(), ours.end.tolist(), strict=True))
@@ -128,22 +125,23 @@ class Study(NamedTuple):
 
 
 def compare(study: Study, pairs: Sequence[Pair], base: str, case: Case) -> Mapping[str, Comparison]:
-    """All methods that were run on some of the pairs, each beside the base.
+    """Compares all methods that were run on some of the pairs with the base.
 
-    A seed's difference is the mean over those pairs that have both, so that each pair counts as
-    much as any other. Chances are those of all signs of the seeds' differences, and corrected for
-    the number of methods here.
+    The difference of a seed is the mean over the pairs, so that pairs have equal weights. P-values
+    are those of a sign-flip test over seeds, corrected for the number of methods.
     """
     found = {}
     for method in study.methods:
-        each = [study.differences(pair, method, base, case) for pair in pairs]
-        each = [of_pair for of_pair in each if len(of_pair) > 1]
-        seeds = set.intersection(*map(set, each)) if each else set()
+        differences = [study.compute_differences(pair, method, base, case) for pair in pairs]
+        differences = [by_seed for by_seed in differences if len(by_seed) > 1]
+        seeds = set.intersection(*map(set, differences)) if differences else set()
         if method != base and len(seeds) > 1:
-            means = [np.mean([of_pair[seed] for of_pair in each]) for seed in sorted(seeds)]
-            found[method] = np.array(means), len(each)
-    chances = inference.holm([inference.sign_flip(means) for means, _ in found.values()])
+            means = [np.mean([by_seed[seed] for by_seed in differences]) for seed in sorted(seeds)]
+            found[method] = np.array(means), len(differences)
+    chances = inference.correct_chances(
+        [inference.run_sign_test(means) for means, _ in found.values()]
+    )
     return {
-        method: Comparison(inference.interval(means), chance, count, len(means))
+        method: Comparison(inference.compute_interval(means), chance, count, len(means))
         for (method, (means, count)), chance in zip(found.items(), chances, strict=True)
     }

@@ -1,8 +1,8 @@
-"""Handwritten digits: a convolutional network without normalization, and a private network.
+"""Defines tasks on handwritten digits, with a convolutional network and a private network.
 
-The images are those that scikit-learn ships: 8 by 8 pixels, from the test set of E. Alpaydin and
-C. Kaynak, "Optical Recognition of Handwritten Digits", 1998, UCI Machine Learning Repository. A
-fifth, drawn once, is held out. A bad batch has labels drawn by chance.
+The images of scikit-learn have 8 by 8 pixels, from the test set of E. Alpaydin and C. Kaynak,
+"Optical Recognition of Handwritten Digits", 1998, UCI Machine Learning Repository. A fixed random
+fifth is held out. Bad batches have random labels.
 """
 
 import functools
@@ -15,127 +15,126 @@ import numpy as np
 import optax
 from jax import Array
 
-from benchmarks.research.study.examples import Examples, scrambled
+from benchmarks.research.study.examples import Examples, scramble
 from benchmarks.research.study.task import Params, Task
 
 DIGITS, SIDE, DEEPEST = 10, 8, 16.0
 HELD_OUT_SHARE = 0.2
 KERNEL = 3
 LAYERS = ((8, 1), (16, 2), (16, 1), (16, 1), (32, 2))
-"""Channels and stride of each convolution."""
+"""The channels and strides of the convolutions."""
 BATCH = 16
 HIDDEN = 32
-"""Units of the private network."""
+"""The hidden units of the private network."""
 PRIVATE_BATCH = 64
 NOISE = 0.8
-"""Of private training, over the threshold of an example's norm."""
+"""The standard deviation of the noise, divided by the threshold of per-example norms."""
 UNIT = "nats"
 
 
 @functools.cache
-def images() -> tuple[Examples, Examples]:
-    """To train on, and held out: float32[images, 8, 8, 1] from 0 to 1, and digits."""
+def load_images() -> tuple[Examples, Examples]:
+    """Returns training and held-out images, float32[images, 8, 8, 1] in [0, 1], with labels."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
     inputs = (pixels / DEEPEST).astype(np.float32).reshape(-1, SIDE, SIDE, 1)
-    # They are sorted by writer: with other writers' digits held out the loss soon stands still.
+    # Images are sorted by writer. With separate writers, the held-out loss would soon stagnate.
     order = np.random.default_rng(0).permutation(len(labels))
-    whole = Examples(jnp.asarray(inputs[order]), jnp.asarray(labels[order], np.int32))
+    examples = Examples(jnp.asarray(inputs[order]), jnp.asarray(labels[order], np.int32))
     cut = round(len(labels) * (1 - HELD_OUT_SHARE))
-    return Examples(*(x[:cut] for x in whole)), Examples(*(x[cut:] for x in whole))
+    return Examples(*(x[:cut] for x in examples)), Examples(*(x[cut:] for x in examples))
 
 
 @functools.cache
-def conv(size: int = BATCH) -> Task:
-    """Five convolutions and a linear layer, with batches of `size`."""
-    return task(_initial_conv, _logits_of_conv, size, ("adamw", "sgd"))
+def build_conv(size: int = BATCH) -> Task:
+    """Returns the task with five convolutions, a linear layer, and batches of `size`."""
+    return build_task(_draw_conv_params, _compute_conv_logits, size, ("adamw", "sgd"))
 
 
-def _initial_conv(key: Array) -> Params:
+def _draw_conv_params(key: Array) -> Params:
     keys = iter(jax.random.split(key, len(LAYERS) + 1))
-    kernels, before, side = [], 1, SIDE
+    kernels, channels_in, side = [], 1, SIDE
     for channels, stride in LAYERS:
-        kernels.append(_of_variance(2.0, next(keys), (KERNEL, KERNEL, before, channels)))
-        before, side = channels, side // stride
+        kernels.append(_draw_normal(2.0, next(keys), (KERNEL, KERNEL, channels_in, channels)))
+        channels_in, side = channels, side // stride
     return {
         "kernels": kernels,
         "biases": [jnp.zeros(channels) for channels, _ in LAYERS],
-        "head": _of_variance(1.0, next(keys), (side * side * before, DIGITS)),
+        "head": _draw_normal(1.0, next(keys), (side * side * channels_in, DIGITS)),
         "head_bias": jnp.zeros(DIGITS),
     }
 
 
-def _of_variance(variance: float, key: Array, shape: tuple[int, ...]) -> Array:
-    """Normal, with that variance over how many inputs an output has.
+def _draw_normal(variance: float, key: Array, shape: tuple[int, ...]) -> Array:
+    """Draws normal numbers with this variance divided by the fan-in.
 
-    Those of `jax.nn.initializers` are cut off, which takes several times as long to compile.
+    The truncated initializers of JAX take several times as long to compile.
     """
     return (variance / math.prod(shape[:-1])) ** 0.5 * jax.random.normal(key, shape)
 
 
-def _logits_of_conv(params: Params, x: Array) -> Array:
+def _compute_conv_logits(params: Params, x: Array) -> Array:
     for kernel, bias, (_, stride) in zip(params["kernels"], params["biases"], LAYERS, strict=True):
-        x = jax.nn.relu(_convolved(x, kernel, stride) + bias)
+        x = jax.nn.relu(_convolve(x, kernel, stride) + bias)
     return x.reshape(len(x), -1) @ params["head"] + params["head_bias"]
 
 
-def _convolved(x: Array, kernel: Array, stride: int) -> Array:
-    """As `jax.lax.conv_general_dilated`, padded by 1, but many times faster on a CPU's core.
+def _convolve(x: Array, kernel: Array, stride: int) -> Array:
+    """Convolves with padding 1 as a single matrix product.
 
-    It is one product of all patches and the kernel.
+    This is many times faster than `jax.lax.conv_general_dilated` on a CPU core.
     """
     side = x.shape[1]
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    places = [slice(i, i + side, stride) for i in range(KERNEL)]
-    patches = jnp.concatenate([x[:, i, j] for i in places for j in places], -1)
+    slices = [slice(i, i + side, stride) for i in range(KERNEL)]
+    patches = jnp.concatenate([x[:, i, j] for i in slices for j in slices], -1)
     return patches @ kernel.reshape(-1, kernel.shape[-1])
 
 
 @functools.cache
-def private() -> Task:
-    """One hidden layer, trained with noise, so that none of its examples can be told from it."""
-    return task(_initial_private, _logits_of_private, PRIVATE_BATCH, ("adamw",), NOISE)
+def build_private() -> Task:
+    """Returns the task with one hidden layer and differentially private training."""
+    return build_task(
+        _draw_private_params, _compute_private_logits, PRIVATE_BATCH, ("adamw",), NOISE
+    )
 
 
-def _initial_private(key: Array) -> Params:
+def _draw_private_params(key: Array) -> Params:
     first, second = jax.random.split(key)
     return {
-        "hidden": _of_variance(2.0, first, (SIDE * SIDE, HIDDEN)),
+        "hidden": _draw_normal(2.0, first, (SIDE * SIDE, HIDDEN)),
         "hidden_bias": jnp.zeros(HIDDEN),
-        "head": _of_variance(1.0, second, (HIDDEN, DIGITS)),
+        "head": _draw_normal(1.0, second, (HIDDEN, DIGITS)),
         "head_bias": jnp.zeros(DIGITS),
     }
 
 
-def _logits_of_private(params: Params, x: Array) -> Array:
+def _compute_private_logits(params: Params, x: Array) -> Array:
     x = jax.nn.relu(x.reshape(len(x), -1) @ params["hidden"] + params["hidden_bias"])
     return x @ params["head"] + params["head_bias"]
 
 
-def _cross_entropy(told: Array, examples: Examples) -> Array:
-    return optax.softmax_cross_entropy_with_integer_labels(told, examples.labels)
+def _compute_cross_entropy(logits: Array, examples: Examples) -> Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, examples.labels)
 
 
-def task(
+def build_task(
     initial: Callable[[Array], Params],
     logits: Callable[[Params, Array], Array],
     size: int,
     optimizers: tuple[str, ...],
     noise: float | None = None,
-    cost: Callable[[Array, Examples], Array] = _cross_entropy,
+    cost: Callable[[Array, Examples], Array] = _compute_cross_entropy,
 ) -> Task:
-    """A network of the digits, from a function of its parameters and images to logits.
-
-    `cost` is that of each of the logits, given the examples.
-    """
-    train, held_out = images()
+    """Builds a task from functions that draw parameters and compute logits and costs."""
+    train, held_out = load_images()
 
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:
-        of_images, of_labels = jax.random.split(key)
-        chosen = jax.random.randint(of_images, (size,), 0, len(train.labels))
+        image_key, label_key = jax.random.split(key)
+        chosen = jax.random.randint(image_key, (size,), 0, len(train.labels))
         examples = jax.tree.map(lambda x: x[chosen], train)
-        return scrambled(examples, of_labels, is_bad, DIGITS)
+        return scramble(examples, label_key, is_bad, DIGITS)
 
     def losses(params: Params, examples: Examples) -> Array:
         return cost(logits(params, examples.inputs), examples)

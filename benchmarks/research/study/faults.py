@@ -1,7 +1,7 @@
-"""What goes wrong in a run: which steps are bad, and how, all of it from the run's seed.
+"""Draws the faults of a run from its seed.
 
-A fault is data: the weights of a step's examples in the loss, and whether the labels, tokens or
-rewards of the batch are scrambled. So all faults are one program, which takes the fault's number.
+Faults change the weights of examples in the loss, or scramble labels, tokens or rewards. They are
+inputs, so that all faults share one program.
 """
 
 import math
@@ -19,13 +19,13 @@ FAULTS = {
     "jump": "from the middle on every loss counts ten times as much",
     "stretch": "a tenth of the steps, from the middle on, have scrambled batches",
 }
-"""What each does, for readers."""
+"""Descriptions of the faults."""
 HARMLESS = {
     "times 100": "every loss counts 100 times; SGD's rate is a hundredth",
     "over 100": "every loss counts a hundredth; SGD's rate is 100 times as large",
     "late rate": "until three fifths of the run the rate is a tenth",
 }
-"""What is no fault, and no method should harm; only guards are tried on it."""
+"""Conditions without a fault, which safeguards should not hurt."""
 NUMBERS = {name: number for number, name in enumerate(FAULTS | HARMLESS)}
 SCALES = {"times 100": 100.0, "over 100": 0.01}
 LATE, EARLY_SHARE = 0.6, 0.1
@@ -33,20 +33,20 @@ LATE, EARLY_SHARE = 0.6, 0.1
 SPIKE, JUMP = 100.0, 10.0
 SPIKE_EVERY, NAN_EVERY = 200, 100
 SCRAMBLED, STRETCH = 0.1, 0.1
-"""Shares of the batches."""
+"""Fractions of the batches."""
 MICROBATCHES = 4
 
 
 class Faults(NamedTuple):
-    """The faults of one run, each `[steps]`.
+    """The faults of a run, with arrays `[steps]`.
 
     Attributes:
-      factor: what the weights of a step's examples are multiplied by.
-      is_scrambled: whether the batch is.
-      is_nan: whether one microbatch has the weight NaN.
-      rate: what the learning rate is multiplied by.
-      scale: float32[], what all losses of the run are multiplied by, which `factor` has.
-      onset: int32[], the first bad step; -1 if there is none, or if bad steps are all along.
+      factor: The factor of the weights of the examples.
+      is_scrambled: Whether the batch is scrambled.
+      is_nan: Whether a microbatch has the weight NaN.
+      rate: The factor of the learning rate.
+      scale: The factor of all losses of the run, float32[], which `factor` includes.
+      onset: The first bad step, int32[], or -1 if there is none or bad steps occur throughout.
     """
 
     factor: Array
@@ -57,44 +57,46 @@ class Faults(NamedTuple):
     onset: Array
 
 
-def drawn(fault: Array, key: Array, steps: int) -> Faults:
-    """The faults of a run from the number of its fault, int32[]."""
+def draw(fault: Array, key: Array, steps: int) -> Faults:
+    """Draws the faults of a run from the number of its fault, int32[]."""
     spikes, scrambled, nans = jax.random.split(key, 3)
     step = jnp.arange(steps)
     middle = steps // 2
     is_late = step >= middle
     in_stretch = is_late & (step < middle + math.ceil(STRETCH * steps))
-    is_spike = _one_in(SPIKE_EVERY, spikes, steps)
-    is_nan = _one_in(NAN_EVERY, nans, steps)
+    is_spike = _select_one_in(SPIKE_EVERY, spikes, steps)
+    is_nan = _select_one_in(NAN_EVERY, nans, steps)
     at_random = jax.random.bernoulli(scrambled, SCRAMBLED, (steps,))
-    nothing = jnp.zeros(steps, bool)
-    of_each = {
-        "spike": (is_spike, nothing),
-        "tails": (nothing, at_random),
-        "jump": (is_late, nothing),
-        "stretch": (nothing, in_stretch),
+    no_steps = jnp.zeros(steps, bool)
+    masks = {
+        "spike": (is_spike, no_steps),
+        "tails": (no_steps, at_random),
+        "jump": (is_late, no_steps),
+        "stretch": (no_steps, in_stretch),
     }
-    each = [of_each.get(name, (nothing, nothing)) for name in NUMBERS]
+    each = [masks.get(name, (no_steps, no_steps)) for name in NUMBERS]
     is_larger, is_scrambled = (jnp.stack(rows)[fault] for rows in zip(*each, strict=True))
     is_nan &= fault == NUMBERS["nan"]
-    by = jnp.where(fault == NUMBERS["spike"], SPIKE, JUMP)
+    large_factor = jnp.where(fault == NUMBERS["spike"], SPIKE, JUMP)
     is_bad = is_larger | is_scrambled | is_nan
     has_onset = is_bad.any() & (fault != NUMBERS["tails"])
     onset = jnp.where(has_onset, jnp.argmax(is_bad), -1)
     scale = jnp.array([SCALES.get(name, 1.0) for name in NUMBERS])[fault]
     is_low = (fault == NUMBERS["late rate"]) & (step < LATE * steps)
     rate = jnp.where(is_low, EARLY_SHARE, 1.0)
-    return Faults(scale * jnp.where(is_larger, by, 1.0), is_scrambled, is_nan, rate, scale, onset)
+    return Faults(
+        scale * jnp.where(is_larger, large_factor, 1.0), is_scrambled, is_nan, rate, scale, onset
+    )
 
 
-def weights(factor: Array, is_nan: Array, examples: int) -> Array:
-    """float32[examples], those of one step. A microbatch has every fourth example."""
+def compute_weights(factor: Array, is_nan: Array, examples: int) -> Array:
+    """Returns the weights of a step, float32[examples]. A microbatch has every fourth example."""
     is_of_first = jnp.arange(examples) % MICROBATCHES == 0
     return jnp.where(is_nan & is_of_first, jnp.nan, factor)
 
 
-def _one_in(every: int, key: Array, steps: int) -> Array:
-    """One step of about each `every`, from the middle half of them, so that a run can recover."""
+def _select_one_in(every: int, key: Array, steps: int) -> Array:
+    """Selects a step in the middle half of every `every` steps, so that runs can recover."""
     blocks = max(1, steps // every)
     size = steps // blocks
     offsets = jax.random.randint(key, (blocks,), size // 4, max(size * 3 // 4, size // 4 + 1))

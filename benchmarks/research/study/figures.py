@@ -1,7 +1,7 @@
-"""The study's figures, `docs/evidence.csv`, and the tables that the site makes of them.
+"""Reads and writes `docs/evidence.csv`, and formats the tables of the site.
 
-A row is what came of one method by one fault, on one task with its optimizer or on all of them
-together (`TOGETHER`). Cells are texts, as readers see them, and empty where nothing is known.
+A row contains the results of a method with a fault, for a task and optimizer or for all of them
+(`TOGETHER`). Cells are formatted for readers, and empty if unknown.
 """
 
 import csv
@@ -55,24 +55,16 @@ LABELS = {
     "constant, ZClip": "`clipped_grad`, `zclip`",
     "constant, AutoClip": "`clipped_grad`, `autoclip`",
 }
-"""The names of the data's methods on pages: the functions' names."""
+"""The names of methods on pages, which are function names."""
 MOST_NAMES = 3
-"""Methods that the table of the page on evidence names for each fault."""
+"""The number of methods per fault in the table of the page on evidence."""
 
 GAIN, OVER_BEST = "gain, %", "over the best constant, %"
 OF_BATCHES = "no fault, batches of "
 
 
 class Claim(NamedTuple):
-    """What a paper says, and which rows it is seen in.
-
-    Attributes:
-      question: The heading of the claim's section.
-      tasks: as in the column.
-      fault: the same.
-      methods: those to compare.
-      column: what they differ in.
-    """
+    """A claim of a paper, with the heading of its section and the rows and column to compare."""
 
     question: str
     tasks: str
@@ -104,43 +96,43 @@ CLAIMS = (
         "beside_best",
     ),
 )
-"""Those of AutoClip's, ZClip's and SPAM's authors; AGC's is about batches of different sizes."""
+"""The claims of AutoClip, ZClip and SPAM. The claim of AGC requires other batch sizes."""
 
 Row = Mapping[str, str]
 Figures = Sequence[Row]
 
 
 def read(path: Path) -> Figures:
-    """The rows of the file."""
+    """Reads the rows of a file."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def write(path: Path, figures: Iterable[Row]) -> None:
-    """The file, with all columns."""
+    """Writes the rows to a file with all columns."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(figures)
 
 
-def names(figures: Figures, column: str) -> list[str]:
-    """What a column holds, in the order of the file."""
+def list_values(figures: Figures, column: str) -> list[str]:
+    """Returns the unique values of a column in the order of the file."""
     return list(dict.fromkeys(row[column] for row in figures))
 
 
-def shown(page: str, figures: Figures) -> str:
-    """A page's Markdown, with a table under each heading that names a fault, a method or a task."""
+def add_tables(page: str, figures: Figures) -> str:
+    """Adds tables to a page below the headings that name a fault, a method or a task."""
     tables: dict[str, Callable[[], str]] = {
-        "overhead by method": lambda: of_costs(figures),
-        "agc: large batches": lambda: _of_batches(figures),
+        "overhead by method": lambda: format_times(figures),
+        "agc: large batches": lambda: _format_batches(figures),
     }
     for claim in CLAIMS:
-        tables[claim.question.lower()] = lambda claim=claim: _of_claim(figures, claim)
-    of = {"fault": _of_fault, "method": _of_method, "tasks": _of_task}
-    for column, make in of.items():
-        for name in names(figures, column):
-            tables[label(name).lower()] = lambda make=make, name=name: make(figures, name)
+        tables[claim.question.lower()] = lambda claim=claim: _format_claim(figures, claim)
+    formatters = {"fault": _format_fault, "method": _format_method, "tasks": _format_task}
+    for column, make in formatters.items():
+        for name in list_values(figures, column):
+            tables[get_label(name).lower()] = lambda make=make, name=name: make(figures, name)
     first, *sections = re.split(r"^(?=##+ )", page, flags=re.MULTILINE)
     parts = [first]
     for section in sections:
@@ -150,164 +142,177 @@ def shown(page: str, figures: Figures) -> str:
     return "".join(parts)
 
 
-def in_short(figures: Figures) -> str:
-    """For each fault how many methods help and harm, and which ones most."""
+def format_summary(figures: Figures) -> str:
+    """Formats the methods that help and harm most by fault."""
     lines = []
-    for fault in _faults(figures):
-        of_fault = [row for row in _together(figures) if row["fault"] == fault and row["gain"]]
-        of_fault.sort(key=lambda row: -float(row["gain"]))
-        helps = [row for row in of_fault if row["verdict"] == HELPS]
-        harms = [row for row in reversed(of_fault) if row["verdict"] == HARMS]
-        lines.append([_link("evidence_figures.md", fault), _first(helps), _first(harms)])
-    return table(["", "helps", "harms"], lines)
+    for fault in _list_faults(figures):
+        fault_rows = [row for row in _pool(figures) if row["fault"] == fault and row["gain"]]
+        fault_rows.sort(key=lambda row: -float(row["gain"]))
+        helps = [row for row in fault_rows if row["verdict"] == HELPS]
+        harms = [row for row in reversed(fault_rows) if row["verdict"] == HARMS]
+        lines.append(
+            [_link("evidence_figures.md", fault), _format_first(helps), _format_first(harms)]
+        )
+    return format_table(["", "helps", "harms"], lines)
 
 
-def of_rates(figures: Figures) -> str:
-    """The rates, and the losses without a method and without a fault."""
+def format_rates(figures: Figures) -> str:
+    """Formats the learning rates and the losses without method and fault."""
     rates = ("calm rate", "rate at the edge", "rate past the edge")
     lines = []
-    for task in _tasks(figures):
-        of_task = {
+    for task in _list_tasks(figures):
+        task_rows = {
             row["fault"]: row for row in figures if (row["tasks"], row["method"]) == (task, NONE)
         }
-        found = [of_task.get(f"no fault, {rate}", {}) for rate in rates]
+        found = [task_rows.get(f"no fault, {rate}", {}) for rate in rates]
         start = next((row["start"] for row in found if row), ABSENT)
         each = [f"{row['rate']}, {row['loss']}" if row else ABSENT for row in found]
         lines.append([_link("evidence_figures.md", task), start, *each])
     head = ["", "loss at the start", *(f"{rate}: rate, loss" for rate in ("calm", "edge", "past"))]
-    return table(head, lines)
+    return format_table(head, lines)
 
 
-def of_costs(figures: Figures) -> str:
-    """The time of a run, beside one without a method."""
+def format_times(figures: Figures) -> str:
+    """Formats the times of runs relative to runs without a method."""
     lines = []
-    for row in _together(figures):
+    for row in _pool(figures):
         if row["time"]:
-            time = _between(row, "time")
-            lines.append([_link("", row["method"]), time, _percent(row["clipped"])])
-    return table(["", "time of a run, none = 1", "steps clipped, no fault"], lines)
+            time = _format_interval(row, "time")
+            lines.append([_link("", row["method"]), time, _format_percent(row["clipped"])])
+    return format_table(["", "time of a run, none = 1", "steps clipped, no fault"], lines)
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Markdown, without columns of which nothing is known; nothing without lines."""
+def format_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Formats a Markdown table without empty columns, or an empty string without rows."""
     lines = list(lines)
     known = [i for i in range(len(head)) if any(line[i] != ABSENT for line in lines)]
     rows = [f"| {' | '.join(line[i] for i in known)} |" for line in (head, *lines)]
     return "\n".join([rows[0], "|---" * len(known) + "|", *rows[1:]]) if lines else ""
 
 
-def label(name: str) -> str:
+def get_label(name: str) -> str:
     """Returns the name of a method, fault or task on pages."""
     return LABELS.get(name, name)
 
 
-def anchor(title: str) -> str:
-    """Of a heading, as hosts of repositories and the site make it."""
+def build_anchor(title: str) -> str:
+    """Returns the anchor of a heading on the site and on repository hosts."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def _of_fault(figures: Figures, fault: str) -> str:
-    rows = [row for row in _together(figures) if row["fault"] == fault]
+def _format_fault(figures: Figures, fault: str) -> str:
+    rows = [row for row in _pool(figures) if row["fault"] == fault]
     rows.sort(key=lambda row: -float(row["gain"] or "inf"))
-    return _beside((row["method"], row) for row in rows)
+    return _format_comparison((row["method"], row) for row in rows)
 
 
-def _of_method(figures: Figures, method: str) -> str:
-    rows = [row for row in _together(figures) if row["method"] == method]
-    return _beside((row["fault"], row) for row in rows if row["fault"] != ANY)
+def _format_method(figures: Figures, method: str) -> str:
+    rows = [row for row in _pool(figures) if row["method"] == method]
+    return _format_comparison((row["fault"], row) for row in rows if row["fault"] != ANY)
 
 
-def _beside(rows: Iterable[tuple[str, Row]]) -> str:
+def _format_comparison(rows: Iterable[tuple[str, Row]]) -> str:
     lines = []
     for name, row in rows:
         pairs = f"{row['helps']}, {row['harms']} of {row['pairs']}" if row["pairs"] else ABSENT
         back = row["back"] or ABSENT
         if row["never_back"]:
-            back += f" ({_percent(row['never_back'])} never)"
+            back += f" ({_format_percent(row['never_back'])} never)"
         verdict = row["verdict"] if row["verdict"] in (HELPS, HARMS) else ABSENT
         best = " ".join(filter(None, (row["beside_best"] or ABSENT, row["beside_best_verdict"])))
-        share = _between(row, "gain")
-        lost, clipped = _percent(row["lost"]), _percent(row["clipped"])
+        share = _format_interval(row, "gain")
+        lost, clipped = _format_percent(row["lost"]), _format_percent(row["clipped"])
         lines.append([_link("", name), share, verdict, best, pairs, lost, back, clipped])
     head = ["", GAIN, "verdict", OVER_BEST, "tasks: helps, harms"]
-    return table([*head, "runs lost", "steps until back", "steps clipped"], lines)
+    return format_table([*head, "runs lost", "steps until back", "steps clipped"], lines)
 
 
-def _of_task(figures: Figures, task: str) -> str:
+def _format_task(figures: Figures, task: str) -> str:
     rows = [row for row in figures if row["tasks"] == task]
-    faults = [fault for fault in names(rows, "fault") if fault in _faults(figures)]
+    faults = [fault for fault in list_values(rows, "fault") if fault in _list_faults(figures)]
     found = {(row["method"], row["fault"]): row for row in rows}
     mark = {HELPS: " +", HARMS: " −"}
     lines = []
-    for method in names(rows, "method"):
+    for method in list_values(rows, "method"):
         cells = [found.get((method, fault)) for fault in faults]
         losses = [row["loss"] + mark.get(row["verdict"], "") if row else ABSENT for row in cells]
         threshold = next((row["threshold"] for row in cells if row and row["threshold"]), ABSENT)
-        lines.append([label(method), threshold, *losses])
-    return table(["", "threshold", *(_short(fault) for fault in faults)], lines)
+        lines.append([get_label(method), threshold, *losses])
+    return format_table(["", "threshold", *(_shorten(fault) for fault in faults)], lines)
 
 
-def _of_claim(figures: Figures, claim: Claim) -> str:
-    of = {(row["tasks"], row["method"]): row for row in figures if row["fault"] == claim.fault}
-    methods = [method for method in claim.methods if (claim.tasks, method) in of]
+def _format_claim(figures: Figures, claim: Claim) -> str:
+    rows_by_key = {
+        (row["tasks"], row["method"]): row for row in figures if row["fault"] == claim.fault
+    }
+    methods = [method for method in claim.methods if (claim.tasks, method) in rows_by_key]
     ending = ", adamw" if claim.tasks == WITH_ADAMW else ""
     tasks = [
         name
-        for name in _tasks(figures)
-        if name.endswith(ending) and all((name, method) in of for method in methods)
+        for name in _list_tasks(figures)
+        if name.endswith(ending) and all((name, method) in rows_by_key for method in methods)
     ]
     lines = []
     for method in methods:
-        row = of[claim.tasks, method]
-        losses = [of[name, method]["loss"] for name in tasks]
-        lines.append([label(method), *losses, _percent(row["lost"]), _between(row, claim.column)])
-    return table(["", *tasks, "runs lost", GAIN if claim.column == "gain" else OVER_BEST], lines)
+        row = rows_by_key[claim.tasks, method]
+        losses = [rows_by_key[name, method]["loss"] for name in tasks]
+        lines.append(
+            [
+                get_label(method),
+                *losses,
+                _format_percent(row["lost"]),
+                _format_interval(row, claim.column),
+            ]
+        )
+    return format_table(
+        ["", *tasks, "runs lost", GAIN if claim.column == "gain" else OVER_BEST], lines
+    )
 
 
-def _of_batches(figures: Figures) -> str:
+def _format_batches(figures: Figures) -> str:
     lines = []
     for row in figures:
         batch = row["fault"].removeprefix(OF_BATCHES)
         if batch != row["fault"]:
             lines.append(
-                [batch, label(row["method"]), row["rate"], row["loss"], row["largest_rate"]]
+                [batch, get_label(row["method"]), row["rate"], row["loss"], row["largest_rate"]]
             )
     head = ["batch", "method", "best rate", "its loss", "largest rate at which no run is lost"]
-    return table(head, lines)
+    return format_table(head, lines)
 
 
-def _short(fault: str) -> str:
+def _shorten(fault: str) -> str:
     return fault.removeprefix("no fault, ").removeprefix("a ")
 
 
-def _together(figures: Figures) -> list[Row]:
+def _pool(figures: Figures) -> list[Row]:
     return [row for row in figures if row["tasks"] == TOGETHER]
 
 
-def _faults(figures: Figures) -> list[str]:
-    return [name for name in names(_together(figures), "fault") if name != ANY]
+def _list_faults(figures: Figures) -> list[str]:
+    return [name for name in list_values(_pool(figures), "fault") if name != ANY]
 
 
-def _tasks(figures: Figures) -> list[str]:
-    return [name for name in names(figures, "tasks") if not name.startswith(TOGETHER)]
+def _list_tasks(figures: Figures) -> list[str]:
+    return [name for name in list_values(figures, "tasks") if not name.startswith(TOGETHER)]
 
 
-def _first(rows: Sequence[Row]) -> str:
-    shown = [f"{label(row['method'])} {row['gain']}" for row in rows[:MOST_NAMES]]
+def _format_first(rows: Sequence[Row]) -> str:
+    shown = [f"{get_label(row['method'])} {row['gain']}" for row in rows[:MOST_NAMES]]
     more = [f"{len(rows) - MOST_NAMES} more"] if len(rows) > MOST_NAMES else []
     return ", ".join(shown + more) or "none"
 
 
-def _between(row: Row, name: str) -> str:
+def _format_interval(row: Row, name: str) -> str:
     low, high = ("low", "high") if name != "time" else ("least", "most")
     return (
         f"{row[name]} ({row[f'{name}_{low}']} to {row[f'{name}_{high}']})" if row[name] else ABSENT
     )
 
 
-def _percent(part: str) -> str:
+def _format_percent(part: str) -> str:
     return f"{part} %" if part else ABSENT
 
 
 def _link(page: str, title: str) -> str:
-    return f"[{label(title)}]({page}#{anchor(label(title))})"
+    return f"[{get_label(title)}]({page}#{build_anchor(get_label(title))})"

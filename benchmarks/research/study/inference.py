@@ -1,4 +1,4 @@
-"""What can be said of a dozen numbers: an interval for their mean, and whether it is 0."""
+"""Computes confidence intervals and p-values for the means of a few numbers."""
 
 import functools
 from collections.abc import Sequence
@@ -9,27 +9,26 @@ from scipy import stats
 
 LEVEL = 0.95
 RESAMPLES = 2000
-MOST_SIGNS = 20
-"""Numbers for which all signs are tried: some million."""
+MAX_DIFFERENCES = 20
+"""The maximum number of differences for which all signs are enumerated."""
 
 
 class Interval(NamedTuple):
-    """A mean, and where the mean of many more seeds would be."""
+    """A mean with its confidence interval."""
 
     mean: float
     low: float
     high: float
 
 
-def interval(values: np.ndarray) -> Interval:
-    """The mean of `values` [n] with a bootstrap interval of `LEVEL`.
+def compute_interval(values: np.ndarray) -> Interval:
+    """Computes the mean of `values` [n] with a bootstrap interval of `LEVEL`.
 
-    Percentiles of resampled means are too narrow for few values, as they take the spread with n in
-    the place of n - 1 and know nothing of Student's t. So the percentiles are further out, by as
-    much as makes the interval Student's for normal values (Hesterberg, 2015, arXiv:1411.5279).
+    Percentile intervals are too narrow for few values. They are expanded so that they match
+    Student's t intervals for normal values (Hesterberg, 2015, arXiv:1411.5279).
 
     Raises:
-      ValueError: for fewer than two values.
+      ValueError: If there are fewer than two values.
     """
     count = len(values)
     if count < 2:
@@ -37,8 +36,8 @@ def interval(values: np.ndarray) -> Interval:
     mean = float(np.mean(values))
     if np.ptp(values) == 0:
         return Interval(mean, mean, mean)
-    wider = np.sqrt(count / (count - 1)) * stats.t.ppf((1 + LEVEL) / 2, count - 1)
-    level = min(2 * stats.norm.cdf(wider) - 1, 1 - 1 / RESAMPLES)
+    factor = np.sqrt(count / (count - 1)) * stats.t.ppf((1 + LEVEL) / 2, count - 1)
+    level = min(2 * stats.norm.cdf(factor) - 1, 1 - 1 / RESAMPLES)
     found = stats.bootstrap(
         (values,),
         np.mean,
@@ -50,35 +49,34 @@ def interval(values: np.ndarray) -> Interval:
     return Interval(mean, float(found.low), float(found.high))
 
 
-def sign_flip(differences: np.ndarray) -> float:
-    """How likely a mean at least as far from 0 is, if each difference had either sign by chance.
+def run_sign_test(differences: np.ndarray) -> float:
+    """Computes the exact p-value of a sign-flip test that the mean is 0.
 
-    All signs of `differences` [n] are tried, so the result is exact; the least there is is
-    2 / 2**n.
+    All signs of `differences` [n] are enumerated. The smallest p-value is 2 / 2**n.
 
     Raises:
-      ValueError: for more than `MOST_SIGNS` differences.
+      ValueError: If there are more than `MOST_SIGNS` differences.
     """
     count = len(differences)
-    if count > MOST_SIGNS:
-        raise ValueError(f"differences must be at most {MOST_SIGNS}, got {count}")
-    sums = np.abs(_signs(count) @ differences)
+    if count > MAX_DIFFERENCES:
+        raise ValueError(f"differences must be at most {MAX_DIFFERENCES}, got {count}")
+    sums = np.abs(_enumerate_signs(count) @ differences)
     least = abs(np.sum(differences))
     return float(np.mean(sums >= least - 1e-9 * np.sum(np.abs(differences))))
 
 
 @functools.cache
-def _signs(count: int) -> np.ndarray:
-    """[2**count, count]"""
+def _enumerate_signs(count: int) -> np.ndarray:
+    """Returns all signs, [2**count, count]."""
     bits = np.arange(2**count)[:, None] >> np.arange(count)
     return np.where(bits & 1, -1.0, 1.0)
 
 
-def holm(chances: Sequence[float]) -> list[float]:
-    """Chances corrected for how many they are, each at most 1.
+def correct_chances(chances: Sequence[float]) -> list[float]:
+    """Corrects p-values for multiple comparisons.
 
-    Of all hypotheses that are true, one or more is rejected below 0.05 in at most one study of 20
-    (Holm, 1979, "A simple sequentially rejective multiple test procedure").
+    The probability of any false rejection at 0.05 is at most 0.05 (Holm, 1979, "A simple
+    sequentially rejective multiple test procedure").
     """
     order = np.argsort(chances, kind="stable")
     factors = len(chances) - np.arange(len(chances))

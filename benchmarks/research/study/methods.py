@@ -1,7 +1,7 @@
-"""The methods that the study compares, each at its defaults and, where it differs, its paper's.
+"""Defines the compared methods with their defaults and, if different, the settings of their papers.
 
-A method is what it makes of an optimizer: a stage in front of the direction, one behind it, or a
-wrapper. If its threshold is a constant, the study finds it, and the program gets it as an input.
+Methods add a stage before or after the direction of an optimizer, or wrap it. Constant thresholds
+are determined by the study, and are inputs of the programs.
 """
 
 import functools
@@ -20,16 +20,10 @@ Step = optax.GradientTransformation
 
 
 class Setting(NamedTuple):
-    """What a method gets.
+    """The inputs of a method.
 
-    Attributes:
-      direction: the optimizer's first half, as in `Optimizer`.
-      finish: its second half.
-      share: the learning rate of a step over the largest.
-      threshold: float32[], of a method with a constant.
-      noise: the task's; 0 where training is not private.
-      key: for the noise.
-      examples: how many are in a batch.
+    `direction`, `finish` and `share` are as in `Optimizer`. `noise` is 0 for non-private training,
+    and `examples` is the number of examples in a batch.
     """
 
     direction: Step
@@ -45,16 +39,15 @@ Make = Callable[[Setting], Step]
 
 
 class Method(NamedTuple):
-    """A way to guard an optimizer.
+    """A method that safeguards an optimizer.
 
     Attributes:
-      make: gives the whole optimizer.
-      threshold: how the threshold is found: the best of a sweep, by `tuning.suggest`, or not at
-        all.
-      only: the optimizers that it goes with; any if empty.
-      microbatches: whether the gradient is accumulated over microbatches, each clipped separately
-        if there is one, and left out if it is not finite.
-      is_scaled: whether the loss is multiplied by the number in the state of `scale_loss`.
+      make: Builds the complete optimizer.
+      threshold: "best" for a sweep, "suggest" for `tuning.suggest`, or None without a constant.
+      only: The compatible optimizers, or all if empty.
+      microbatches: Whether to accumulate microbatches, which are clipped separately if there is a
+        threshold, and rejected if non-finite.
+      is_scaled: Whether to multiply the loss by the loss scale in the state.
     """
 
     make: Make
@@ -65,14 +58,14 @@ class Method(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """The state of a stage, and at how many steps it changed what it was given, int32[]."""
+    """The state of a stage, and the number of steps with changed updates, int32[]."""
 
     inner: Any
     changed: Array
 
 
-def watched(stage: Step) -> Step:
-    """The stage, which counts the steps that it changed. NaN counts as equal to NaN."""
+def count_changes(stage: Step) -> Step:
+    """Wraps a stage and counts the steps that it changes, where NaN equals NaN."""
     stage = optax.with_extra_args_support(stage)
 
     def update(updates: Any, state: Watched, params: Any = None, **extra: Any) -> Any:
@@ -91,16 +84,16 @@ COUNTERS: dict[type, Callable[[Any], Array]] = {
     Watched: lambda state: state.changed,
     optaxclip.SkipState: lambda state: state.num_skipped,
     optaxclip.StableAdamState: lambda state: state.clip.info.num_clipped.max(),
-    # Clips of examples count examples, of the last step alone.
+    # Per-example clipping only counts examples of the last step.
     per_example.PerExampleState: lambda state: jnp.full((), -1, jnp.int32),
 }
-"""Where the state of each stage has at how many steps it did something; -1 where it does not."""
+"""Functions that return the number of changed steps from a state, or -1 if unknown."""
 
 
-def steps_changed(state: Any) -> Array:
-    """At how many steps the method did something: int32[], -1 if that is not known.
+def get_num_changed(state: Any) -> Array:
+    """Returns the number of steps that the method changed, int32[], or -1 if unknown.
 
-    What is in a skip is asked first.
+    Stages in a skip take precedence over the skip.
     """
     for kinds in ((Watched,), COUNTERS):
 
@@ -113,31 +106,31 @@ def steps_changed(state: Any) -> Array:
     return jnp.zeros((), jnp.int32)
 
 
-def _front(stage: Callable[[Array], Step]) -> Make:
-    """A stage before the optimizer."""
-    return lambda of: chain(of, watched(stage(of.threshold)))
+def _prepend_clip(stage: Callable[[Array], Step]) -> Make:
+    """Adds a stage with a threshold before the optimizer."""
+    return lambda setting: chain(setting, count_changes(stage(setting.threshold)))
 
 
-def chain(of: Setting, stage: Step) -> Step:
-    """A stage, and the optimizer behind it."""
-    return optax.chain(stage, of.direction, of.finish)
+def chain(setting: Setting, stage: Step) -> Step:
+    """Chains a stage and the optimizer."""
+    return optax.chain(stage, setting.direction, setting.finish)
 
 
-def before(stage: Callable[[], Step]) -> Make:
-    return _front(lambda threshold: stage())
+def prepend(stage: Callable[[], Step]) -> Make:
+    return _prepend_clip(lambda threshold: stage())
 
 
-def _behind(stage: Callable[[], Step]) -> Make:
-    """A stage between the direction and the learning rate."""
-    return lambda of: optax.chain(of.direction, watched(stage()), of.finish)
+def _append(stage: Callable[[], Step]) -> Make:
+    """Adds a stage between the direction and the learning rate."""
+    return lambda setting: optax.chain(setting.direction, count_changes(stage()), setting.finish)
 
 
-def _around(wrap: Callable[[Step], Step]) -> Make:
-    return lambda of: wrap(_plain(of))
+def _wrap_optimizer(wrap: Callable[[Step], Step]) -> Make:
+    return lambda setting: wrap(_chain(setting))
 
 
-def _plain(of: Setting) -> Step:
-    return optax.chain(of.direction, of.finish)
+def _chain(setting: Setting) -> Step:
+    return optax.chain(setting.direction, setting.finish)
 
 
 def _skip(inner: Step) -> Step:
@@ -145,116 +138,107 @@ def _skip(inner: Step) -> Step:
     return optaxclip.skip_above(inner, rule, loss_threshold=rule)
 
 
-def _stable_adam(of: Setting) -> Step:
-    return optax.chain(optaxclip.scale_by_stable_adam(b2=0.999), of.finish)
+def _chain_stable_adam(setting: Setting) -> Step:
+    return optax.chain(optaxclip.scale_by_stable_adam(b2=0.999), setting.finish)
 
 
-def _but_the_head(params: Any) -> Any:
+def _exclude_head(params: Any) -> Any:
     return jax.tree.map_with_path(lambda path, _: "head" not in jax.tree_util.keystr(path), params)
 
 
-def _stable_spam() -> Step:
+def _chain_stable_spam() -> Step:
     return optax.chain(optaxclip.clip_by_moving_max(), optaxclip.normalize_by_norm_history())
 
 
-def _autoclip(percentile: float, only: tuple[str, ...] = ()) -> Method:
+def _build_autoclip(percentile: float, only: tuple[str, ...] = ()) -> Method:
     clip = functools.partial(optaxclip.autoclip, percentile)
-    return Method(before(clip), only=only)
+    return Method(prepend(clip), only=only)
 
 
 METHODS: dict[str, Method] = {
-    "none": Method(_plain),
-    "constant (best)": Method(
-        _front(optaxclip.clip_by_global_norm),
-        "best",
-    ),
-    "constant (suggest)": Method(
-        _front(optaxclip.clip_by_global_norm),
-        "suggest",
-    ),
+    "none": Method(_chain),
+    "constant (best)": Method(_prepend_clip(optaxclip.clip_by_global_norm), "best"),
+    "constant (suggest)": Method(_prepend_clip(optaxclip.clip_by_global_norm), "suggest"),
     "constant, zero": Method(
-        _front(functools.partial(optaxclip.clip_by_global_norm, nonfinite="zero")),
-        "suggest",
+        _prepend_clip(functools.partial(optaxclip.clip_by_global_norm, nonfinite="zero")), "suggest"
     ),
-    "block RMS": Method(
-        _behind(lambda: optaxclip.clip_by_block_rms(1.0)),
-    ),
-    "AGC": Method(before(lambda: optaxclip.adaptive_grad_clip(0.01))),
+    "block RMS": Method(_append(lambda: optaxclip.clip_by_block_rms(1.0))),
+    "AGC": Method(prepend(lambda: optaxclip.adaptive_grad_clip(0.01))),
     "AGC (paper)": Method(
-        before(lambda: optax.masked(optaxclip.adaptive_grad_clip(0.16), _but_the_head)),
+        prepend(lambda: optax.masked(optaxclip.adaptive_grad_clip(0.16), _exclude_head))
     ),
-    "AutoClip": Method(before(optaxclip.autoclip)),
-    "AutoClip 1": _autoclip(1.0, only=("adamw",)),
-    "AutoClip 25": _autoclip(25.0, only=("adamw",)),
-    "AutoClip 50": _autoclip(50.0, only=("adamw",)),
-    "AutoClip 90": _autoclip(90.0),
-    "ZClip": Method(before(optaxclip.zclip)),
+    "AutoClip": Method(prepend(optaxclip.autoclip)),
+    "AutoClip 1": _build_autoclip(1.0, only=("adamw",)),
+    "AutoClip 25": _build_autoclip(25.0, only=("adamw",)),
+    "AutoClip 50": _build_autoclip(50.0, only=("adamw",)),
+    "AutoClip 90": _build_autoclip(90.0),
+    "ZClip": Method(prepend(optaxclip.zclip)),
     "ZClip (paper)": Method(
-        before(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0)),
+        prepend(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0))
     ),
-    "quantile": Method(before(optaxclip.clip_by_quantile)),
-    "median": Method(before(optaxclip.clip_by_median_norm)),
-    "window": Method(before(optaxclip.clip_by_window_norm)),
+    "quantile": Method(prepend(optaxclip.clip_by_quantile)),
+    "median": Method(prepend(optaxclip.clip_by_median_norm)),
+    "window": Method(prepend(optaxclip.clip_by_window_norm)),
     "log tracker": Method(
-        before(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker())),
+        prepend(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker()))
     ),
-    "AdaGC": Method(
-        before(lambda: optaxclip.adagc(lambda_rel=1.05, beta=0.98, patience=None)),
-    ),
-    "AdaGC (final)": Method(before(lambda: optaxclip.adagc(patience=None))),
-    "EMA": Method(before(optaxclip.clip_by_ema_norm)),
-    "moving max": Method(before(optaxclip.clip_by_moving_max)),
-    "second moment": Method(before(optaxclip.clip_by_second_moment)),
-    "Stable-SPAM": Method(before(_stable_spam)),
-    "stable Adam": Method(_stable_adam, only=("adamw",)),
-    "normalize": Method(before(optaxclip.normalize_by_global_norm)),
-    "normalize by history": Method(before(optaxclip.normalize_by_norm_history)),
-    "spectral": Method(before(lambda: optaxclip.clip_by_spectral_norm(1.0))),
-    "skip non-finite": Method(_around(optaxclip.skip_nonfinite)),
-    "skip above": Method(_around(_skip)),
-    "microbatches": Method(_plain, microbatches=True),
-    "microbatches, clipped": Method(
-        _plain,
-        "suggest",
-        microbatches=True,
-    ),
+    "AdaGC": Method(prepend(lambda: optaxclip.adagc(lambda_rel=1.05, beta=0.98, patience=None))),
+    "AdaGC (final)": Method(prepend(lambda: optaxclip.adagc(patience=None))),
+    "EMA": Method(prepend(optaxclip.clip_by_ema_norm)),
+    "moving max": Method(prepend(optaxclip.clip_by_moving_max)),
+    "second moment": Method(prepend(optaxclip.clip_by_second_moment)),
+    "Stable-SPAM": Method(prepend(_chain_stable_spam)),
+    "stable Adam": Method(_chain_stable_adam, only=("adamw",)),
+    "normalize": Method(prepend(optaxclip.normalize_by_global_norm)),
+    "normalize by history": Method(prepend(optaxclip.normalize_by_norm_history)),
+    "spectral": Method(prepend(lambda: optaxclip.clip_by_spectral_norm(1.0))),
+    "skip non-finite": Method(_wrap_optimizer(optaxclip.skip_nonfinite)),
+    "skip above": Method(_wrap_optimizer(_skip)),
+    "microbatches": Method(_chain, microbatches=True),
+    "microbatches, clipped": Method(_chain, "suggest", microbatches=True),
 }
 
 
-def _aggregate(of: Setting, threshold: Any, **options: Any) -> Step:
-    return optaxclip.per_example_clip_and_aggregate(threshold, of.noise, of.key, **options)
+def _aggregate(setting: Setting, threshold: Any, **options: Any) -> Step:
+    return optaxclip.per_example_clip_and_aggregate(
+        threshold, setting.noise, setting.key, **options
+    )
 
 
-def _of_examples(
-    threshold: Callable[[Setting], Any] = lambda of: of.threshold, **options: Any
+def _clip_examples(
+    threshold: Callable[[Setting], Any] = lambda setting: setting.threshold, **options: Any
 ) -> Make:
-    """Examples are clipped, added up and get noise; the rest is as always."""
-    return lambda of: optax.chain(_aggregate(of, threshold(of), **options), _plain(of))
+    """Clips examples, sums them and adds noise before the optimizer."""
+    return lambda setting: optax.chain(
+        _aggregate(setting, threshold(setting), **options), _chain(setting)
+    )
 
 
-def _behind_noise(stage: Callable[[], Step]) -> Make:
-    return lambda of: optax.chain(_aggregate(of, of.threshold), watched(stage()), _plain(of))
+def _clip_after_noise(stage: Callable[[], Step]) -> Make:
+    return lambda setting: optax.chain(
+        _aggregate(setting, setting.threshold), count_changes(stage()), _chain(setting)
+    )
 
 
-def _quantile(of: Setting) -> Any:
-    return per_example.quantile_threshold(count_noise=of.examples / 20)
+def _build_quantile(setting: Setting) -> Any:
+    return per_example.quantile_threshold(count_noise=setting.examples / 20)
 
 
-def _mean(of: Setting) -> Step:
+def _average_examples(setting: Setting) -> Step:
     mean = optax.stateless(lambda updates, _: jax.tree.map(lambda x: jnp.mean(x, 0), updates))
-    return optax.chain(mean, _plain(of))
+    return optax.chain(mean, _chain(setting))
 
 
 PRIVATE: dict[str, Method] = {
-    "none": Method(_mean),
-    "constant (best)": Method(_of_examples(), "best"),
-    "quantile": Method(_of_examples(_quantile)),
-    "normalize": Method(_of_examples(response="smooth"), "best"),
-    "constant, leaf by leaf": Method(_of_examples(scope=scopes.leaf()), "best"),
-    "constant, ZClip": Method(_behind_noise(optaxclip.zclip), "best"),
-    "constant, AutoClip": Method(_behind_noise(optaxclip.autoclip), "best"),
+    "none": Method(_average_examples),
+    "constant (best)": Method(_clip_examples(), "best"),
+    "quantile": Method(_clip_examples(_build_quantile)),
+    "normalize": Method(_clip_examples(response="smooth"), "best"),
+    "constant, leaf by leaf": Method(_clip_examples(scope=scopes.leaf()), "best"),
+    "constant, ZClip": Method(_clip_after_noise(optaxclip.zclip), "best"),
+    "constant, AutoClip": Method(_clip_after_noise(optaxclip.autoclip), "best"),
 }
-"""What the private task compares: every one but the first bounds each example and adds noise."""
+"""The methods of the private task. All but the first clip examples and add noise."""
 
 
 WITH_MUON = (
@@ -262,4 +246,4 @@ WITH_MUON = (
     *("AutoClip", "ZClip", "quantile", "AdaGC", "normalize", "spectral"),
     *("skip non-finite", "skip above", "microbatches"),
 )
-"""One or two of each kind, as Muon hardly minds the size of gradients and takes the longest."""
+"""One or two methods per kind, because Muon is slow and nearly insensitive to gradient scale."""

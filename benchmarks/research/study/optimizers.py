@@ -1,4 +1,4 @@
-"""The optimizers of the study, each in two halves, so that a method can stand between them."""
+"""Defines optimizers in two parts, so that methods can add a stage between them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,16 +10,16 @@ from jax import Array
 
 DECAY, MOMENTUM = 1e-4, 0.9
 WARMUP, FALL = 0.1, 0.2
-"""Shares of the steps in which the learning rate rises to its value, and falls to 0 at the end."""
+"""Fractions of the steps in which the learning rate increases from 0, and decreases to 0."""
 
 
 class Optimizer(NamedTuple):
-    """An optimizer of one run.
+    """An optimizer of a run.
 
     Attributes:
-      direction: from the gradient to the step before the rate, such as `optax.scale_by_adam`.
-      finish: weight decay and the learning rate.
-      share: the learning rate of a step over the largest, from 0 to 1.
+      direction: The transformation before the learning rate, such as `optax.scale_by_adam`.
+      finish: Weight decay and the learning rate.
+      share: The learning rate of a step divided by the largest learning rate.
     """
 
     direction: optax.GradientTransformation
@@ -27,55 +27,49 @@ class Optimizer(NamedTuple):
     share: optax.Schedule
 
 
-NOT_MUONS = ("embedding", "positions", "head", "gain", "bias")
-"""Parts of the names of leaves that Adam trains beside Muon."""
+ADAM_LEAVES = ("embedding", "positions", "head", "gain", "bias")
+"""Parts of the names of leaves that Adam trains."""
 
 
-def _matrices(params: Any) -> Any:
-    """Which axes of a leaf are Muon's rows and columns; None for what Adam trains.
+def _get_matrix_axes(params: Any) -> Any:
+    """Returns Muon's row and column axes for all leaves, or None for leaves that Adam trains.
 
-    The rows are all axes but the last; the first axis of what is in `layers` counts layers.
+    The rows are all axes but the last. The first axis of leaves in `layers` is a batch axis.
     """
 
-    def numbers(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
+    def get_dimension_numbers(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
         names = [str(getattr(key, "key", "")) for key in path]
         rows = tuple(range("layers" in names, jnp.ndim(leaf) - 1))
-        if not rows or any(part in name for part in NOT_MUONS for name in names):
+        if not rows or any(part in name for part in ADAM_LEAVES for name in names):
             return None
         return optax.contrib.MuonDimensionNumbers(rows, -1)
 
-    return jax.tree.map_with_path(numbers, params)
+    return jax.tree.map_with_path(get_dimension_numbers, params)
 
 
-def _muon() -> optax.GradientTransformation:
-    """Steps of the size that Adam's have, so that both kinds of leaves take one rate."""
-    sizes = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": _matrices}
+def _build_muon() -> optax.GradientTransformation:
+    """Returns Muon with steps as large as Adam's, so that all leaves share a learning rate."""
+    sizes = {"consistent_rms": 0.2, "muon_weight_dimension_numbers": _get_matrix_axes}
     return optax.chain(optax.contrib.muon(1.0, **sizes), optax.scale(-1.0))
 
 
-def _adafactor() -> optax.GradientTransformation:
-    """With Optax's own constants, but small matrices are factored too."""
+def _build_adafactor() -> optax.GradientTransformation:
+    """Returns Adafactor with Optax's defaults, but factors small matrices too."""
     return optax.chain(optax.adafactor(1.0, min_dim_size_to_factor=8), optax.scale(-1.0))
 
 
 DIRECTIONS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": optax.scale_by_adam,
     "sgd": lambda: optax.trace(MOMENTUM),
-    "muon": _muon,
+    "muon": _build_muon,
     "lion": optax.scale_by_lion,
-    "adafactor": _adafactor,
+    "adafactor": _build_adafactor,
 }
-"""By name; all but SGD with Optax's own constants."""
+"""The directions by name, with Optax's defaults except for SGD."""
 
 
-def optimizer(name: str, rate: Array, steps: int) -> Optimizer:
-    """The optimizer with a learning rate that rises, stays, and falls to 0.
-
-    Args:
-      name: as in `DIRECTIONS`.
-      rate: float32[], or float32[steps] if it also differs by step.
-      steps: of the run.
-    """
+def build_optimizer(name: str, rate: Array, steps: int) -> Optimizer:
+    """Builds an optimizer with a warm-up to `rate`, float32[] or float32[steps], and a decay."""
     rate = jnp.broadcast_to(rate, (steps,))
     share = optax.join_schedules(
         [

@@ -1,10 +1,10 @@
-"""Writes the study's figures from its results.
+"""Writes the data, pictures and tables of the study from its results.
 
   python -m benchmarks.research.study.page study.jsonl
 
-It writes `docs/evidence.csv`, the pictures, and on the page `docs/evidence.md` what stands between
-marks. All else on that page, and what `docs/evidence_figures.md` says of each method, is written by
-hand; the site adds the tables there (`benchmarks.research.study.figures`).
+Writes `docs/evidence.csv`, the pictures, and the marked parts of `docs/evidence.md`. Other text on
+that page, and the descriptions in `docs/evidence_figures.md`, are written by hand. The site adds
+the tables to the latter (`benchmarks.research.study.figures`).
 """
 
 import argparse
@@ -22,50 +22,51 @@ MARKED = re.compile(
 )
 
 
-def filled(page: str, made: Mapping[str, str]) -> str:
-    """The page's Markdown, with these texts between the marks of their names."""
+def fill_marks(page: str, texts: Mapping[str, str]) -> str:
+    """Replaces the texts between the marks of their names on a page."""
 
-    def replaced(match: re.Match[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
         name, old = match.groups()
-        return f"{name} -->\n" + (f"{made[name]}\n" if name in made else old)
+        return f"{name} -->\n" + (f"{texts[name]}\n" if name in texts else old)
 
-    return MARKED.sub(replaced, page)
-
-
-def tables(found: Figures) -> dict[str, str]:
-    """What is made of the figures alone."""
-    return {"in short": figures.in_short(found), "rates": figures.of_rates(found)}
+    return MARKED.sub(replace, page)
 
 
-def runs(summary: Summary, versions: Mapping[str, str]) -> str:
-    """How many runs there were, and with what."""
+def format_tables(found: Figures) -> dict[str, str]:
+    """Returns the tables of the figures by name."""
+    return {"in short": figures.format_summary(found), "rates": figures.format_rates(found)}
+
+
+def describe_runs(summary: Summary, versions: Mapping[str, str]) -> str:
+    """Describes the number of runs and the versions."""
     cells = summary.study.cells.values()
     seeds = sorted({len(cell.seeds) for cell in cells})
-    many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+    num_seeds = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
     steps = {cell.every * (cell.held_out.shape[1] - 1) for cell in cells}
-    long = " or ".join(map(str, sorted(steps)))
+    num_steps = " or ".join(map(str, sorted(steps)))
     total = sum(len(cell.seeds) for cell in cells)
-    of_each = f"{total:,} runs of {long} steps, {many} seeds of each"
-    return "; ".join([of_each, *(f"{name} {x}" for name, x in versions.items())]) + "."
+    description = f"{total:,} runs of {num_steps} steps, {num_seeds} seeds of each"
+    return "; ".join([description, *(f"{name} {x}" for name, x in versions.items())]) + "."
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Writes the data, the tables on the page, and the pictures."""
+    """Writes the data, the tables and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one for each run")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of the page")
+    parser.add_argument("results", type=Path, help="file of JSON lines, one per run")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the page")
     options = parser.parse_args(arguments)
     summary, versions = load(options.results)
-    found = [*rows.of_summary(summary), *claims.of_papers(summary.study, options.results)]
+    data_rows = [*rows.format_summary(summary)]
+    data_rows += claims.format_claims(summary.study, options.results)
     data, page = options.docs / "evidence.csv", options.docs / "evidence.md"
-    figures.write(data, found)
-    made = {**tables(figures.read(data)), "runs": runs(summary, versions)}
-    page.write_text(filled(page.read_text("utf-8"), made), "utf-8")
+    figures.write(data, data_rows)
+    texts = {**format_tables(figures.read(data)), "runs": describe_runs(summary, versions)}
+    page.write_text(fill_marks(page.read_text("utf-8"), texts), "utf-8")
     pictures.draw(summary, options.docs)
-    described = (options.docs / "evidence_figures.md").read_text("utf-8").lower()
-    for method in figures.names(found, "method"):
-        if f"\n### {figures.label(method).lower()}\n" not in described:
-            print(f"evidence_figures.md does not say what {method} is")
+    descriptions = (options.docs / "evidence_figures.md").read_text("utf-8").lower()
+    for method in figures.list_values(data_rows, "method"):
+        if f"\n### {figures.get_label(method).lower()}\n" not in descriptions:
+            print(f"evidence_figures.md does not describe {method}")
 
 
 if __name__ == "__main__":

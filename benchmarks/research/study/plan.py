@@ -1,4 +1,4 @@
-"""What the study runs: how much of it, at which rates, with which thresholds."""
+"""Defines the runs of the study with their learning rates and thresholds."""
 
 from typing import Any, NamedTuple
 
@@ -8,9 +8,9 @@ from benchmarks.research import curves
 from benchmarks.research.study.faults import FAULTS
 
 RATES = {"calm": 0.25, "edge": 1.0, "past": 4.0}
-"""Each rate in multiples of the edge: the largest at which no clip is needed."""
+"""Learning rates in multiples of the edge, the largest rate that does not require clipping."""
 NEAR = 0.05
-"""Of what the best rate gains: at the edge a run without a clip gains nearly as much."""
+"""The fraction of the gain of the best rate that a run may lose at the edge."""
 GRID = {
     "adamw": 2.0 ** np.arange(-11, 1),
     "sgd": 2.0 ** np.arange(-8, 4),
@@ -18,23 +18,23 @@ GRID = {
     "lion": 2.0 ** np.arange(-15, -3),
     "adafactor": 2.0 ** np.arange(-9, 3),
 }
-"""Where the edge is looked for."""
+"""The learning rates from which the edge is selected."""
 THRESHOLDS = 2.0 ** np.arange(-6, 4)
-"""Constants of the sweep, in multiples of the median norm of a run without a clip."""
+"""Constants of the sweep, in multiples of the median norm of a run without clipping."""
 FIRST_TUNING = 1000
-"""How far the seeds that find rates and thresholds are from those that are reported."""
+"""The offset of the seeds that determine rates and thresholds from the reported seeds."""
 
 
 class Effort(NamedTuple):
-    """How much is run.
+    """The numbers of steps and runs.
 
     Attributes:
-      steps: of each run.
-      every: steps from one evaluation to the next.
-      seeds: how many are reported.
-      tuning: how many find the rates and the best constants.
-      chunk: runs of one call of a program; best if it divides those of a rate and fault.
-      first: the first seed that is reported; those that find rates and constants move along.
+      steps: The number of steps of a run.
+      every: The number of steps between evaluations.
+      seeds: The number of reported seeds.
+      tuning: The number of seeds that determine rates and constants.
+      chunk: The number of runs per call, which should divide the runs of a rate and fault.
+      first: The first reported seed, which also shifts the other seeds.
     """
 
     steps: int = 300
@@ -46,12 +46,12 @@ class Effort(NamedTuple):
 
     @property
     def reported(self) -> list[int]:
-        """The seeds of the figures."""
+        """Returns the seeds of the figures."""
         return [self.first + i for i in range(self.seeds)]
 
     @property
     def finding(self) -> list[int]:
-        """The seeds that find rates and thresholds, which are not reported."""
+        """Returns the seeds that determine rates and thresholds, which are not reported."""
         return [self.first + FIRST_TUNING + i for i in range(self.tuning)]
 
 
@@ -61,30 +61,19 @@ QUICK_METHODS = ("none", "constant (best)", "ZClip", "skip above", "quantile")
 
 
 BATCHES, ON_BATCHES = (16, 128), ("none", "AGC", "AGC (paper)")
-"""Of AGC's claim: sizes of batches, and methods."""
+"""The batch sizes and methods for the claim of AGC."""
 RATES_OF_BATCHES = 2.0 ** np.arange(-7, 1)
 
 
-class OfBatches(NamedTuple):
-    """One program of AGC's claim, that large batches and rates need it.
-
-    Attributes:
-      batch: its size, on the task "conv" with SGD.
-      clip: the method's name.
-    """
+class BatchCell(NamedTuple):
+    """The batch size and the method of a program for the claim of AGC."""
 
     batch: int
     clip: str
 
 
 class Cell(NamedTuple):
-    """One program.
-
-    Attributes:
-      task: its name.
-      optimizer: its name.
-      method: its name.
-    """
+    """The names of the task, the optimizer and the method of a program."""
 
     task: str
     optimizer: str
@@ -92,14 +81,13 @@ class Cell(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What is found about a task and an optimizer without a clip, before the cells run.
+    """The results for a task and an optimizer without clipping.
 
     Attributes:
-      edge: the learning rate.
-      losses: for each rate of the grid the mean final loss of the tuning seeds, a lost one's being
-        that at the start.
-      norm: the median norm at the edge.
-      suggested: the threshold that `tuning.suggest` gives from the norms at the edge.
+      edge: The largest learning rate that is nearly as good as the best.
+      losses: The mean final losses by learning rate, with the initial loss for lost runs.
+      norm: The median norm at the edge.
+      suggested: The threshold that `tuning.suggest` returns for the norms at the edge.
     """
 
     edge: float
@@ -108,30 +96,28 @@ class Found(NamedTuple):
     suggested: float
 
 
-def final(held_out: np.ndarray) -> np.ndarray:
-    """The loss at the end of runs [..., evaluations]; of lost ones that at the start.
-
-    A run is lost if it does not end finite and below its start.
-    """
-    return np.where(is_lost(held_out), held_out[..., 0], curves.last(held_out))
+def get_final_losses(held_out: np.ndarray) -> np.ndarray:
+    """Returns the final losses of runs [..., evaluations], or the initial losses of lost runs."""
+    return np.where(is_lost(held_out), held_out[..., 0], curves.average_last(held_out))
 
 
 def is_lost(held_out: np.ndarray) -> np.ndarray:
-    """Whether runs [..., evaluations] do not end finite and below their start."""
-    return ~(curves.last(held_out) < held_out[..., 0])
+    """Returns `True` for runs whose final loss is non-finite or not below the initial loss."""
+    return ~(curves.average_last(held_out) < held_out[..., 0])
 
 
-def edge(rates: np.ndarray, losses: np.ndarray, start: float) -> float:
-    """The largest rate at which the loss, float[rates], is nearly as low as at the best one."""
+def find_edge(rates: np.ndarray, losses: np.ndarray, start: float) -> float:
+    """Returns the largest rate whose loss is nearly as low as the lowest loss."""
     best = losses.min()
     is_near = losses <= best + NEAR * (start - best)
     return float(rates[is_near].max())
 
 
-def conditions(effort: Effort, best_rate: str | None = None) -> list[tuple[str, str, int]]:
-    """Rate, fault and seed of the runs of a cell.
+def list_conditions(effort: Effort, best_rate: str | None = None) -> list[tuple[str, str, int]]:
+    """Returns the rates, faults and seeds of the runs of a cell.
 
-    Without a rate those without a fault, at all rates; with one those with faults, at this rate.
+    Without `best_rate`, returns runs without a fault at all rates. Otherwise, returns runs with
+    faults at this rate.
     """
     if best_rate is None:
         pairs = [(rate, "none") for rate in RATES]
@@ -140,13 +126,13 @@ def conditions(effort: Effort, best_rate: str | None = None) -> list[tuple[str, 
     return [(*pair, seed) for pair in pairs for seed in effort.reported]
 
 
-def runs(of: Cell | OfBatches, effort: Effort) -> int:
-    """How many a cell has."""
-    if isinstance(of, OfBatches):
+def count_runs(cell: Cell | BatchCell, effort: Effort) -> int:
+    """Returns the number of runs of a cell."""
+    if isinstance(cell, BatchCell):
         return len(RATES_OF_BATCHES) * effort.seeds
-    return len(conditions(effort)) + len(conditions(effort, "edge"))
+    return len(list_conditions(effort)) + len(list_conditions(effort, "edge"))
 
 
-def settings(effort: Effort) -> dict[str, Any]:
-    """What two files of results must share to be one study."""
+def get_settings(effort: Effort) -> dict[str, Any]:
+    """Returns the settings that files of the same study share."""
     return {**effort._asdict(), "rates": RATES, "faults": list(FAULTS)}

@@ -1,4 +1,4 @@
-"""The results of a study, JSON lines: its settings, what was found of each pair, and the runs."""
+"""Stores the settings, explored pairs and runs of a study as JSON lines."""
 
 import json
 import platform
@@ -10,71 +10,69 @@ from typing import Any
 
 import optaxclip
 from benchmarks.research.study import plan
-from benchmarks.research.study.plan import Cell, Effort, Found, OfBatches
+from benchmarks.research.study.plan import BatchCell, Cell, Effort, Found
 
 PACKAGES = ("jax", "optax", "numpy", "scikit-learn")
 
 
-def versions() -> dict[str, str]:
-    """Of what the results depend on."""
+def get_versions() -> dict[str, str]:
+    """Returns the versions of Python and packages."""
     found = {name: metadata.version(name) for name in PACKAGES}
     return {"python": platform.python_version(), "optaxclip": optaxclip.__version__, **found}
 
 
 class Results:
-    """A file to which lines are added, and which says what is in it already.
+    """A file of results, which can be continued.
 
-    A cell of which a run that was stopped has left a part only is taken out, and run again.
-
-    Args:
-      path: the file; it is made if it is not there.
-      effort: the study's. A file with another one is not gone on with.
+    The file is created if it does not exist. Incomplete cells of an interrupted run are removed.
 
     Raises:
-      ValueError: for a file of another study.
+      ValueError: If the file belongs to a study with other settings.
     """
 
     def __init__(self, path: Path, effort: Effort):
         self.path = path
         self.found: dict[tuple[str, str], Found] = {}
-        self.done: set[Cell | OfBatches] = set()
-        settings = json.loads(json.dumps(plan.settings(effort)))
+        self.done: set[Cell | BatchCell] = set()
+        settings = json.loads(json.dumps(plan.get_settings(effort)))
         lines = list(read(path)) if path.exists() else []
         if lines and lines[0].get("settings") != settings:
-            remedy = "give another path by --out, or remove it"
-            raise ValueError(f"--out: {path} holds a study of other settings; {remedy}")
-        counts = Counter(map(_cell, lines))
+            remedy = "use another path, or remove the file"
+            raise ValueError(f"--out: {path} contains a study with other settings; {remedy}")
+        counts = Counter(map(_parse_cell, lines))
 
-        def is_whole(line: dict[str, Any]) -> bool:
-            of = _cell(line)
-            return of is None or counts[of] == plan.runs(of, effort)
+        def is_complete(line: dict[str, Any]) -> bool:
+            cell = _parse_cell(line)
+            return cell is None or counts[cell] == plan.count_runs(cell, effort)
 
-        kept = [line for line in lines if is_whole(line)]
+        kept = [line for line in lines if is_complete(line)]
         whole = path.with_name(f"{path.name}.new")
-        whole.write_text(_text(kept or [{"settings": settings, "versions": versions()}]))
-        whole.replace(path)  # at once, so that a stop here loses nothing
-        self._take(kept)
+        whole.write_text(
+            _format_lines(kept or [{"settings": settings, "versions": get_versions()}])
+        )
+        whole.replace(path)  # Atomic, so that an interruption loses no results.
+        self._update(kept)
 
     def add(self, lines: list[dict[str, Any]]) -> None:
-        """Writes lines."""
+        """Adds lines to the file."""
         with self.path.open("a") as file:
-            file.write(_text(lines))
-        self._take(lines)
+            file.write(_format_lines(lines))
+        self._update(lines)
 
-    def _take(self, lines: list[dict[str, Any]]) -> None:
+    def _update(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
             if "pair" in line:
                 self.found[tuple(line["pair"])] = Found(**line["found"])
-            elif of := _cell(line):
-                self.done.add(of)
+            elif cell := _parse_cell(line):
+                self.done.add(cell)
 
 
-def _text(lines: list[dict[str, Any]]) -> str:
+def _format_lines(lines: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file; a last one that was cut off is left out."""
+    """Yields the lines of a file, without an incomplete last line."""
     for line in path.read_text().splitlines():
         try:
             yield json.loads(line)
@@ -82,8 +80,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             return
 
 
-def _cell(line: dict[str, Any]) -> Cell | OfBatches | None:
-    for kind in (Cell, OfBatches):
+def _parse_cell(line: dict[str, Any]) -> Cell | BatchCell | None:
+    for kind in (Cell, BatchCell):
         if kind._fields[-1] in line:
             return kind(*(line[name] for name in kind._fields))
     return None

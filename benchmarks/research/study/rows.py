@@ -1,4 +1,4 @@
-"""The rows of `docs/evidence.csv`: what the study found becomes text."""
+"""Formats the rows of `docs/evidence.csv`."""
 
 import math
 from collections.abc import Iterator
@@ -13,41 +13,41 @@ from benchmarks.research.study.summary import Recovery, Summary
 BETTER = {HELPS: "better", HARMS: "worse"}
 
 
-def of_summary(summary: Summary) -> Iterator[Row]:
-    """All rows but those of claims."""
+def format_summary(summary: Summary) -> Iterator[Row]:
+    """Yields all rows except those of claims."""
     for case in summary.cases:
-        yield from _of_case(summary, case)
-    yield from _of_costs(summary)
+        yield from _format_case(summary, case)
+    yield from _format_times(summary)
     for pair in summary.study.pairs:
-        yield from _of_pair(summary, pair)
+        yield from _format_pair(summary, pair)
 
 
-def _of_case(summary: Summary, case: Case) -> Iterator[Row]:
+def _format_case(summary: Summary, case: Case) -> Iterator[Row]:
     for method in summary.study.methods:
-        if any(summary.cells(method, case)):
-            counts = [len(summary.pairs_with(verdict, method, case)) for verdict in (HELPS, HARMS)]
+        if any(summary.list_cells(method, case)):
+            counts = [len(summary.list_pairs(verdict, method, case)) for verdict in (HELPS, HARMS)]
             found = summary.pooled[case.name].get(method)
             best = summary.beside_best[case.name].get(method)
             yield {
                 "tasks": TOGETHER,
                 "fault": case.title,
                 "method": method,
-                **share("gain", found),
+                **format_share("gain", found),
                 **({"verdict": found.verdict} if found else {}),
-                **share("beside_best", best),
+                **format_share("beside_best", best),
                 **({"beside_best_verdict": BETTER.get(best.verdict, "")} if best else {}),
                 **(dict(zip(("helps", "harms"), map(str, counts), strict=True)) if found else {}),
                 **({"pairs": str(found.pairs)} if found else {}),
-                "lost": percent(summary.lost(method, case)),
-                **steps(summary.recovery(method, case)),
-                "clipped": percent(summary.clipped(method, case)),
+                "lost": format_percent(summary.compute_lost(method, case)),
+                **format_recovery(summary.compute_recovery(method, case)),
+                "clipped": format_percent(summary.compute_clipped(method, case)),
             }
 
 
-def _of_costs(summary: Summary) -> Iterator[Row]:
+def _format_times(summary: Summary) -> Iterator[Row]:
     calm = next((case for case in summary.cases if case.name == "edge"), None)
     for method in summary.study.methods:
-        found = summary.seconds(method)
+        found = summary.compute_times(method)
         if found and method != NONE:
             columns = ("time", "time_least", "time_most")
             yield {
@@ -55,14 +55,14 @@ def _of_costs(summary: Summary) -> Iterator[Row]:
                 "fault": ANY,
                 "method": method,
                 **{name: f"{x:.2f}" for name, x in zip(columns, found, strict=True)},
-                "clipped": percent(summary.clipped(method, calm)) if calm else "",
+                "clipped": format_percent(summary.compute_clipped(method, calm)) if calm else "",
             }
 
 
-def _of_pair(summary: Summary, pair: Pair) -> Iterator[Row]:
+def _format_pair(summary: Summary, pair: Pair) -> Iterator[Row]:
     for case in summary.cases:
         for method in summary.study.methods:
-            cell = summary.study.cell(pair, method, case)
+            cell = summary.study.get_cell(pair, method, case)
             if cell is not None:
                 found = summary.single[case.name][pair].get(method)
                 yield {
@@ -72,33 +72,33 @@ def _of_pair(summary: Summary, pair: Pair) -> Iterator[Row]:
                     "rate": f"{cell.learning_rate:.2g}",
                     "threshold": "" if cell.threshold is None else f"{cell.threshold:.3g}",
                     "start": f"{cell.start.mean():.3g}",
-                    **loss(inference.interval(cell.end)),
+                    **format_loss(inference.compute_interval(cell.end)),
                     "verdict": found.verdict if found else "",
                 }
 
 
-def points(part: float) -> str:
-    """A difference in percent, signed if it is one."""
+def format_points(part: float) -> str:
+    """Formats a signed percentage."""
     text = f"{100 * part:+.1f}"
     return text if float(text) else "0.0"
 
 
-def share(column: str, found: Comparison | None) -> Row:
-    """A mean difference with its interval."""
+def format_share(column: str, found: Comparison | None) -> Row:
+    """Formats a mean difference with its interval."""
     names = (column, f"{column}_low", f"{column}_high")
-    return dict(zip(names, map(points, found.share), strict=True)) if found else {}
+    return dict(zip(names, map(format_points, found.share), strict=True)) if found else {}
 
 
-def loss(found: Interval) -> Row:
-    """The same without a sign, to so many digits that the interval can be seen."""
+def format_loss(found: Interval) -> Row:
+    """Formats a loss with enough digits to show its interval."""
     width = found.high - found.low
     digits = 3 if width <= 0 else min(max(1 - math.floor(math.log10(width)), 0), 4)
     names = ("loss", "loss_low", "loss_high")
     return {name: f"{x:.{digits}f}" for name, x in zip(names, found, strict=True)}
 
 
-def percent(part: float | None) -> str:
-    """A part of all, in whole percents; what is neither none nor all never looks so."""
+def format_percent(part: float | None) -> str:
+    """Formats a whole percentage, which is 0 or 100 only if it is exact."""
     if part is None:
         return ""
     if 0 < part < 0.005:
@@ -106,9 +106,12 @@ def percent(part: float | None) -> str:
     return "> 99" if 0.995 <= part < 1 else f"{100 * part:.0f}"
 
 
-def steps(found: Recovery | None) -> Row:
-    """The median, and how many runs never were back."""
+def format_recovery(found: Recovery | None) -> Row:
+    """Formats the median recovery time, and the percentage of runs that never recover."""
     if found is None:
         return {}
     middle = "never" if math.isinf(found.steps) else f"{found.steps:.0f}"
-    return {"back": middle, "never_back": percent(found.never) if 0 < found.never < 1 else ""}
+    return {
+        "back": middle,
+        "never_back": format_percent(found.never) if 0 < found.never < 1 else "",
+    }

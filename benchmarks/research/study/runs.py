@@ -1,4 +1,4 @@
-"""The runs of a results file, put together by what was run."""
+"""Groups the runs of a results file into cells."""
 
 import collections
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ TOO_FEW = 2
 
 
 class Pair(NamedTuple):
-    """What is trained, and with what."""
+    """A task and an optimizer."""
 
     task: str
     optimizer: str
@@ -25,7 +25,7 @@ class Pair(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a cell's runs have in common."""
+    """The common properties of the runs of a cell."""
 
     pair: Pair
     method: str
@@ -34,17 +34,15 @@ class Key(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Runs that differ in nothing but the seed.
+    """Runs that differ only in their seeds.
 
     Attributes:
-      seeds: int[n], rising.
-      held_out: losses [n, 1 + evaluations], the first before any step.
-      clipped: the share of steps that the method changed, [n]; NaN where nobody counted.
-      onset: the first bad step, [n], or None for a fault without one.
-      every: steps from one evaluation to the next.
-      seconds: the processor's, [n].
-      learning_rate: of the optimizer.
-      threshold: of a constant.
+      seeds: The sorted seeds, int[n].
+      held_out: The held-out losses, [n, 1 + evaluations], including the initial loss.
+      clipped: The fraction of steps that the method changed, [n], or NaN if unknown.
+      onset: The first bad step, [n], or None.
+      every: The number of steps between evaluations.
+      seconds: The CPU seconds, [n].
     """
 
     seeds: np.ndarray
@@ -58,38 +56,36 @@ class Cell(NamedTuple):
 
     @property
     def start(self) -> np.ndarray:
-        """The loss before any step, [n]."""
+        """Returns the initial losses, [n]."""
         return self.held_out[:, 0]
 
     @property
     def is_lost(self) -> np.ndarray:
-        """Whether a run's end is not finite or not below its start, bool[n]."""
+        """Returns which runs have a final loss that is non-finite or not below the start."""
         return plan.is_lost(self.held_out)
 
     @property
     def end(self) -> np.ndarray:
-        """The loss at the end, [n]; of a lost run, as if nothing had been learned, at its start."""
-        return plan.final(self.held_out)
+        """Returns the final losses, [n], or the initial losses for lost runs."""
+        return plan.get_final_losses(self.held_out)
 
-    def steps_to_recover(self, margin: float) -> np.ndarray | None:
-        """Of each run [n], if the fault has a first bad step, and enough losses come before it."""
+    def count_recovery_steps(self, margin: float) -> np.ndarray | None:
+        """Returns the recovery times, [n], or None without a bad step or earlier losses."""
         if self.onset is None or np.min(self.onset) < (curves.LATEST - 1) * self.every:
             return None
-        # The first loss is that before any step, so all are `every` steps earlier.
+        # `held_out` includes the initial loss, so evaluations are shifted by `every` steps.
         onset = self.onset + self.every
-        return curves.steps_to_recover(self.held_out, onset, self.every, margin)
+        return curves.count_recovery_steps(self.held_out, onset, self.every, margin)
 
 
 Cells = Mapping[Key, Cell]
 
 
-def cells(lines: Iterable[Mapping[str, Any]]) -> Cells:
-    """The cells of the lines that are runs, in their order.
-
-    Those with one seed, of which no spread is known, are left out.
+def group_cells(lines: Iterable[Mapping[str, Any]]) -> Cells:
+    """Groups runs into cells, without cells that have only one seed.
 
     Raises:
-      ValueError: for a run that is there twice.
+      ValueError: If there are duplicate runs.
     """
     found: dict[Key, dict[int, Any]] = collections.defaultdict(dict)
     for run in lines:
@@ -98,25 +94,27 @@ def cells(lines: Iterable[Mapping[str, Any]]) -> Cells:
         pair = Pair(run["task"], run["optimizer"])
         key = Key(pair, run["method"], run["fault"], run["rate"])
         if run["seed"] in found[key]:
-            raise ValueError(f"each run must be there once, got two of {key}, seed {run['seed']}")
+            raise ValueError(f"runs must be unique, got two of {key}, seed {run['seed']}")
         found[key][run["seed"]] = run
-    return {key: _cell(seeds) for key, seeds in found.items() if len(seeds) >= TOO_FEW}
+    return {key: _build_cell(seeds) for key, seeds in found.items() if len(seeds) >= TOO_FEW}
 
 
-def _cell(runs: Mapping[int, Mapping[str, Any]]) -> Cell:
+def _build_cell(runs: Mapping[int, Mapping[str, Any]]) -> Cell:
     rows = [runs[seed] for seed in sorted(runs)]
     first = rows[0]
 
-    def column(name: str) -> np.ndarray:
-        return np.array([row[name] for row in rows], np.float64)  # null becomes NaN
+    def get_column(name: str) -> np.ndarray:
+        return np.array([row[name] for row in rows], np.float64)  # None becomes NaN.
 
     return Cell(
         seeds=np.array(sorted(runs)),
-        held_out=column("held_out"),
-        clipped=column("clipped"),
-        onset=None if any(row["onset"] is None for row in rows) else column("onset").astype(int),
+        held_out=get_column("held_out"),
+        clipped=get_column("clipped"),
+        onset=None
+        if any(row["onset"] is None for row in rows)
+        else get_column("onset").astype(int),
         every=first["every"],
-        seconds=column("seconds"),
+        seconds=get_column("seconds"),
         learning_rate=first["learning_rate"],
         threshold=first["threshold"],
     )

@@ -1,8 +1,6 @@
-"""What the study found: its verdicts.
+"""Summarizes and prints the verdicts of the study.
 
-  python -m benchmarks.research.study.summary study.jsonl
-
-The page has all the rest: `benchmarks.research.study.page`.
+python -m benchmarks.research.study.summary study.jsonl
 """
 
 import argparse
@@ -23,38 +21,33 @@ from benchmarks.research.study.comparing import (
     Study,
 )
 from benchmarks.research.study.inference import Interval
-from benchmarks.research.study.runs import BEST, NONE, Cell, Pair, cells
+from benchmarks.research.study.runs import BEST, NONE, Cell, Pair, group_cells
 
 PRIVATE = "private"
-"""The task in which each example is clipped, so that methods are others. Nothing would not be
-private, so they stand beside the best constant."""
+"""The task with per-example clipping and its own methods, which are compared with the best
+constant, because training without clipping would not be private."""
 APART = (PRIVATE, "muon")
-"""A task and an optimizer that are not put together with the others, as they have some methods."""
+"""A task and an optimizer that are not pooled, because they lack many methods."""
 BACK = 0.02
-"""A share of the gain: so much above the loss before bad data is as good as back."""
+"""The margin above the loss before bad data for a recovery, as a fraction of the gain."""
 
 
 class Recovery(NamedTuple):
-    """How soon losses are back after bad data.
-
-    Attributes:
-      steps: the median of the runs; infinite if most never come back.
-      never: the share of runs that do not.
-    """
+    """The median steps of a recovery, which may be infinite, and the fraction without one."""
 
     steps: float
     never: float
 
 
 class Summary(NamedTuple):
-    """What the page and the pictures tell.
+    """The comparisons for the page and the pictures.
 
     Attributes:
-      study: the results.
-      pooled: comparisons with nothing over all pairs but those apart, by case and method.
-      beside_best: the same, beside the best constant.
-      single: comparisons on one pair, by case and pair: with nothing, or on a task apart with the
-        best constant.
+      study: The results.
+      pooled: Comparisons with no method over pooled pairs, by case and method.
+      beside_best: Comparisons with the best constant over pooled pairs, by case and method.
+      single: Comparisons by case and pair, with no method or, on the private task, with the best
+        constant.
     """
 
     study: Study
@@ -64,70 +57,70 @@ class Summary(NamedTuple):
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """Those that were run."""
+        """Returns the cases that were run."""
         return tuple(case for case in CASES if any(self.single[case.name].values()))
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Those that are put together."""
-        return together(self.study.pairs)
+        """Returns the pooled pairs."""
+        return select_pooled(self.study.pairs)
 
-    def found(self, verdict: str, case: Case) -> list[str]:
-        """The methods of which the pooled comparison says so, the best first."""
-        of_case = self.pooled[case.name]
-        names = [name for name, found in of_case.items() if found.verdict == verdict]
-        return sorted(names, key=lambda name: -of_case[name].share.mean)
+    def list_methods(self, verdict: str, case: Case) -> list[str]:
+        """Returns the methods with a pooled verdict, the best first."""
+        by_method = self.pooled[case.name]
+        names = [name for name, found in by_method.items() if found.verdict == verdict]
+        return sorted(names, key=lambda name: -by_method[name].share.mean)
 
-    def helps_nowhere(self) -> list[str]:
-        """The methods that help in no case."""
-        helping = {name for case in self.cases for name in self.found(HELPS, case)}
-        compared = {name for of_case in self.pooled.values() for name in of_case}
+    def list_unhelpful(self) -> list[str]:
+        """Returns the methods that help in no case."""
+        helping = {name for case in self.cases for name in self.list_methods(HELPS, case)}
+        compared = {name for by_method in self.pooled.values() for name in by_method}
         return [name for name in self.study.methods if name in compared - helping]
 
-    def pairs_with(self, verdict: str, method: str, case: Case) -> list[Pair]:
-        """The pairs on which the method alone was found so, of those that are put together."""
-        of_case = self.single[case.name]
-        found = [pair for pair in self.pairs if method in of_case.get(pair, {})]
-        return [pair for pair in found if of_case[pair][method].verdict == verdict]
+    def list_pairs(self, verdict: str, method: str, case: Case) -> list[Pair]:
+        """Returns the pooled pairs with a verdict for a method."""
+        by_method = self.single[case.name]
+        found = [pair for pair in self.pairs if method in by_method.get(pair, {})]
+        return [pair for pair in found if by_method[pair][method].verdict == verdict]
 
-    def cells(self, method: str, case: Case) -> Iterator[tuple[Pair, Cell]]:
-        """Those of a method in a case."""
+    def list_cells(self, method: str, case: Case) -> Iterator[tuple[Pair, Cell]]:
+        """Yields the pairs and cells of a method in a case."""
         for pair in self.pairs:
-            cell = self.study.cell(pair, method, case)
+            cell = self.study.get_cell(pair, method, case)
             if cell is not None:
                 yield pair, cell
 
-    def lost(self, method: str, case: Case) -> float | None:
-        """The share of runs that were lost."""
-        return _mean([cell.is_lost for _, cell in self.cells(method, case)])
+    def compute_lost(self, method: str, case: Case) -> float | None:
+        """Returns the fraction of lost runs."""
+        return _compute_mean([cell.is_lost for _, cell in self.list_cells(method, case)])
 
-    def clipped(self, method: str, case: Case) -> float | None:
-        """The share of steps that the method changed."""
-        return _mean([cell.clipped for _, cell in self.cells(method, case)])
+    def compute_clipped(self, method: str, case: Case) -> float | None:
+        """Returns the fraction of steps that the method changed."""
+        return _compute_mean([cell.clipped for _, cell in self.list_cells(method, case)])
 
-    def recovery(self, method: str, case: Case) -> Recovery | None:
-        """Over all runs, if the fault begins somewhere."""
+    def compute_recovery(self, method: str, case: Case) -> Recovery | None:
+        """Returns the recovery over all runs, or None for faults without an onset."""
         each = [
-            cell.steps_to_recover(BACK * self.study.gains[pair])
-            for pair, cell in self.cells(method, case)
+            cell.count_recovery_steps(BACK * self.study.gains[pair])
+            for pair, cell in self.list_cells(method, case)
         ]
         known = [steps for steps in each if steps is not None]
         if not known:
             return None
         steps = np.concatenate(known)
-        # Of an even number the upper one: half of the sum of a number and infinity says little.
+        # Use the upper median, because the mean of a number and infinity is infinite.
         middle = np.sort(steps)[len(steps) // 2]
         return Recovery(float(middle), float(np.mean(np.isinf(steps))))
 
-    def seconds(self, method: str) -> Interval | None:
-        """Time of a run over that with nothing: the mean of the pairs, the least and the most."""
+    def compute_times(self, method: str) -> Interval | None:
+        """Returns the relative time of a run: the mean, smallest and largest over pairs."""
         ratios = []
         for pair in self.pairs:
             times = [
                 (np.median(ours.seconds), np.median(theirs.seconds))
                 for case in CASES
-                if (ours := self.study.cell(pair, method, case)) is not None
-                and (theirs := self.study.cell(pair, NONE, case)) is not None
+                if (ours := self.study.get_cell(pair, method, case)) is not None
+                and (theirs := self.study.get_cell(pair, NONE, case)) is not None
             ]
             if times:
                 ours, theirs = np.sum(times, 0)
@@ -136,19 +129,19 @@ class Summary(NamedTuple):
         return Interval(float(mean), min(ratios), max(ratios)) if ratios else None
 
 
-def _mean(values: Sequence[np.ndarray]) -> float | None:
+def _compute_mean(values: Sequence[np.ndarray]) -> float | None:
     known = [mean for mean in map(np.mean, values) if not np.isnan(mean)]
     return float(np.mean(known)) if known else None
 
 
-def together(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    """Those pairs that all methods have, or nearly."""
+def select_pooled(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
+    """Returns the pairs that are pooled."""
     return tuple(pair for pair in pairs if not set(pair) & set(APART))
 
 
 def summarize(study: Study) -> Summary:
-    """All comparisons."""
-    pairs = together(study.pairs)
+    """Computes all comparisons."""
+    pairs = select_pooled(study.pairs)
     pooled, beside_best = (
         {case.name: comparing.compare(study, pairs, base, case) for case in CASES}
         for base in (NONE, BEST)
@@ -164,27 +157,27 @@ def summarize(study: Study) -> Summary:
 
 
 def load(path: Path) -> tuple[Summary, Mapping[str, str]]:
-    """The summary of a file of results, and the versions that it names."""
+    """Loads the summary and the versions of a file of results."""
     lines = list(results.read(path))
     versions = lines[0].get("versions", {}) if lines else {}
-    return summarize(Study.of(cells(lines))), versions
+    return summarize(Study.from_cells(group_cells(lines))), versions
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints what helps where."""
+    """Prints the verdicts by case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one for each run")
+    parser.add_argument("results", type=Path, help="file of JSON lines, one per run")
     summary, _ = load(parser.parse_args(arguments).results)
     for case in summary.cases:
         print(f"\n{case.title}")
         for verdict in (HELPS, HARMS, UNCLEAR):
-            of_case = summary.pooled[case.name]
+            by_method = summary.pooled[case.name]
             names = [
-                f"{name} ({100 * of_case[name].share.mean:+.1f})"
-                for name in summary.found(verdict, case)
+                f"{name} ({100 * by_method[name].share.mean:+.1f})"
+                for name in summary.list_methods(verdict, case)
             ]
             print(f"  {verdict}: {', '.join(names) or '-'}")
-    print(f"\nhelps nowhere: {', '.join(summary.helps_nowhere()) or '-'}")
+    print(f"\nhelps nowhere: {', '.join(summary.list_unhelpful()) or '-'}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Which methods go with which tasks and optimizers."""
+"""Selects the methods for tasks and optimizers."""
 
 from benchmarks.research.study.methods import METHODS, PRIVATE, WITH_MUON, Method
 
 
-def methods_for(is_private: bool, optimizer: str) -> dict[str, Method]:
-    """Those that go with a task and an optimizer, by name."""
+def select_methods(is_private: bool, optimizer: str) -> dict[str, Method]:
+    """Returns the methods for a task and an optimizer by name."""
     if is_private:
         return PRIVATE
     if optimizer == "muon":

@@ -1,4 +1,4 @@
-"""What the study asks of a task: a network, its data, and how good it is."""
+"""Defines the interface of tasks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,20 +10,20 @@ Batch = Any
 
 
 class Task(NamedTuple):
-    """A network and its data, as functions of keys: all of a run follows from its seed.
+    """A network and its data, as functions of keys, so that a seed determines a run.
 
     Attributes:
-      initial: gives the parameters from a key.
-      batch: gives a batch from the parameters, a key and a bool[], true if the labels, tokens or
-        rewards are to be scrambled. Every leaf has the axis of the examples first. Only a task that
-        acts, such as a policy, looks at the parameters.
-      losses: gives the loss of each example from parameters and batch, float32[examples].
-      held_out: gives the loss on held-out data from the parameters, float32[]; lower is better.
-      examples: how many are in a batch.
-      unit: what a loss is measured in.
-      optimizers: the names of those that it is trained with.
-      noise: None, or, for private training, the noise's standard deviation over the threshold of
-        each example's norm.
+      initial: Returns parameters from a key.
+      batch: Returns a batch from parameters, a key and a bool[], which is true if labels, tokens or
+        rewards are scrambled. All leaves have a leading example axis. Only policies use the
+        parameters.
+      losses: Returns the loss of every example from parameters and a batch, float32[examples].
+      held_out: Returns the held-out loss of parameters, float32[].
+      examples: The number of examples in a batch.
+      unit: The unit of the loss.
+      optimizers: The names of the optimizers.
+      noise: For private training, the standard deviation of the noise divided by the threshold of
+        the per-example norms. Otherwise None.
     """
 
     initial: Callable[[Array], Params]

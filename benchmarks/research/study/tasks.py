@@ -1,4 +1,4 @@
-"""The tasks of the study, by name."""
+"""Lists the tasks of the study."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ from benchmarks.research.study import digits, policy, text
 from benchmarks.research.study.task import Task
 
 TASKS: dict[str, Callable[[], Task]] = {
-    "lstm": text.lstm,
-    "transformer": text.transformer,
-    "conv": digits.conv,
-    "policy": policy.policy,
-    "private": digits.private,
+    "lstm": text.build_lstm,
+    "transformer": text.build_transformer,
+    "conv": digits.build_conv,
+    "policy": policy.build_policy,
+    "private": digits.build_private,
 }
-"""Functions, as the data of each are read when it is asked for; each reads them once."""
+"""Cached functions that read the data of their tasks on demand."""

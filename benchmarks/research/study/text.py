@@ -1,7 +1,7 @@
-"""Characters of Python's own library: an LSTM, and a small pre-norm transformer.
+"""Defines tasks on the characters of Python's standard library, with an LSTM and a transformer.
 
-The text is that of the files at the top of the standard library, one after another; its last tenth
-is held out. A bad batch has the characters that it shows, and others, drawn by chance, to tell.
+The text is the concatenation of the top-level files of the standard library, whose last tenth is
+held out. Bad batches have random targets.
 """
 
 import functools
@@ -17,75 +17,77 @@ import optax
 from jax import Array
 
 from benchmarks.research import text_model
-from benchmarks.research.study.examples import Examples, scrambled
+from benchmarks.research.study.examples import Examples, scramble
 from benchmarks.research.study.task import Params, Task
 from examples.demo import SYMBOLS, encode
 
 SIZE = text_model.Size(width=24, heads=2, layers=2, context=24, batch=8, held_out=64)
-"""Of the transformer, and of the windows of both networks."""
+"""The size of the transformer, and of the windows of both networks."""
 HIDDEN = 32
-"""Units of the LSTM."""
+"""The hidden units of the LSTM."""
 UNIT = "nats per character"
 
 
 class Text(NamedTuple):
-    """Numbers of characters, uint8: as constants of a program they are small."""
+    """Encoded characters as uint8, which are small constants in programs."""
 
     train: np.ndarray[Any, Any]
     held_out: np.ndarray[Any, Any]
 
 
 @functools.cache
-def library() -> Text:
-    """The source files at the top of Python's standard library, in the order of their names.
+def read_library() -> Text:
+    """Reads the top-level source files of Python's standard library in the order of their names.
 
     Raises:
-      FileNotFoundError: this Python comes without them.
+      FileNotFoundError: If this Python has no source files.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"))
     if not files:
         raise FileNotFoundError(
-            f"the study's text is Python's own library, and {folder} has no source files; run the "
-            "study with a Python that comes with them"
+            f"{folder} must contain the source files of the standard library; use a Python that "
+            "includes them"
         )
     corpus = encode("".join(file.read_text(encoding="utf-8") for file in files))
     return Text(corpus.train.astype(np.uint8), corpus.held_out.astype(np.uint8))
 
 
 @functools.cache
-def transformer() -> Task:
-    """The network of `benchmarks.research.text_model`."""
-    losses = functools.partial(losses_of_transformer, size=SIZE)
+def build_transformer() -> Task:
+    """Returns the task with the network of `benchmarks.research.text_model`."""
+    losses = functools.partial(compute_transformer_losses, size=SIZE)
     initial = functools.partial(text_model.initial, size=SIZE)
-    return task(library(), SYMBOLS, initial, losses, ("adamw", "muon"))
+    return build_task(read_library(), SYMBOLS, initial, losses, ("adamw", "muon"))
 
 
-def losses_of_transformer(params: Params, batch: Examples, size: text_model.Size) -> Array:
-    """Of each window."""
+def compute_transformer_losses(params: Params, batch: Examples, size: text_model.Size) -> Array:
+    """Computes the losses of windows."""
     return text_model.losses(params, batch.inputs, batch.labels, size)
 
 
 @functools.cache
-def lstm() -> Task:
-    """One layer without normalization, its recurrent matrices orthogonal at first."""
-    return task(library(), SYMBOLS, _initial_lstm, _losses_of_lstm, ("adamw", "sgd"))
+def build_lstm() -> Task:
+    """Returns the task with one LSTM layer and orthogonal initial recurrent matrices."""
+    return build_task(
+        read_library(), SYMBOLS, _draw_lstm_params, _compute_lstm_losses, ("adamw", "sgd")
+    )
 
 
-def _initial_lstm(key: Array) -> Params:
-    of_input, of_recurrent, of_head = jax.random.split(key, 3)
-    # The forget gates are open at first: R. Jozefowicz and others, 2015.
+def _draw_lstm_params(key: Array) -> Params:
+    input_key, recurrent_key, head_key = jax.random.split(key, 3)
+    # Forget gates are initially open (R. Jozefowicz et al., 2015).
     bias = jnp.zeros((4, HIDDEN)).at[1].set(1.0)
     return {
-        "embedding": jax.random.normal(of_input, (SYMBOLS, 4 * HIDDEN)),
-        "recurrent": jax.nn.initializers.orthogonal()(of_recurrent, (HIDDEN, 4 * HIDDEN)),
+        "embedding": jax.random.normal(input_key, (SYMBOLS, 4 * HIDDEN)),
+        "recurrent": jax.nn.initializers.orthogonal()(recurrent_key, (HIDDEN, 4 * HIDDEN)),
         "bias": bias.reshape(-1),
-        "head": HIDDEN**-0.5 * jax.random.normal(of_head, (HIDDEN, SYMBOLS)),
+        "head": HIDDEN**-0.5 * jax.random.normal(head_key, (HIDDEN, SYMBOLS)),
         "head_bias": jnp.zeros(SYMBOLS),
     }
 
 
-def _losses_of_lstm(params: Params, batch: Examples) -> Array:
+def _compute_lstm_losses(params: Params, batch: Examples) -> Array:
     def step(carry: tuple[Array, Array], x: Array) -> tuple[tuple[Array, Array], Array]:
         hidden, cell = carry
         gates = x + hidden @ params["recurrent"]
@@ -94,7 +96,7 @@ def _losses_of_lstm(params: Params, batch: Examples) -> Array:
         hidden = jax.nn.sigmoid(out) * jnp.tanh(cell)
         return (hidden, cell), hidden
 
-    # The characters of each window in turn: [characters, windows, 4 * HIDDEN].
+    # [characters, windows, 4 * HIDDEN]
     x = params["embedding"][batch.inputs.T] + params["bias"]
     start = jnp.zeros((batch.inputs.shape[0], HIDDEN))
     _, hidden = jax.lax.scan(step, (start, start), x)
@@ -103,7 +105,7 @@ def _losses_of_lstm(params: Params, batch: Examples) -> Array:
     return costs.mean(0)
 
 
-def task(
+def build_task(
     text: Text,
     symbols: int,
     initial: Callable[[Array], Params],
@@ -112,16 +114,16 @@ def task(
     unit: str = UNIT,
     size: text_model.Size = SIZE,
 ) -> Task:
-    """A network of a text, whose numbers are below `symbols`, with windows of this size."""
+    """Builds a task from a text with numbers below `symbols`."""
     train = jnp.asarray(text.train)
     last = text.held_out.size - size.context - 1
     starts = jnp.linspace(0, last, size.held_out).astype(jnp.int32)
-    held_out = shifted(text_model.windows(jnp.asarray(text.held_out), starts, size))
+    held_out = pair_with_next(text_model.windows(jnp.asarray(text.held_out), starts, size))
 
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:
-        of_windows, of_labels = jax.random.split(key)
-        examples = shifted(text_model.batch(train, of_windows, size))
-        return scrambled(examples, of_labels, is_bad, symbols)
+        window_key, label_key = jax.random.split(key)
+        examples = pair_with_next(text_model.batch(train, window_key, size))
+        return scramble(examples, label_key, is_bad, symbols)
 
     def held_out_loss(params: Params) -> Array:
         return losses(params, held_out).mean()
@@ -129,7 +131,7 @@ def task(
     return Task(initial, batch, losses, held_out_loss, size.batch, unit, optimizers)
 
 
-def shifted(windows: Array) -> Examples:
-    """Each character of uint8[windows, characters + 1] with the one behind it."""
+def pair_with_next(windows: Array) -> Examples:
+    """Pairs the characters of uint8[windows, characters + 1] with the next characters."""
     windows = windows.astype(jnp.int32)
     return Examples(windows[:, :-1], windows[:, 1:])
