@@ -101,8 +101,8 @@ TYPE_ERRORS = {
         optaxclip.zclip(), SGD
     ),
     r"threshold must .*; combine transformations by ": lambda: skip_above(optaxclip.zclip(), SGD),
-    r"skip_nonfinite\(\) requires \['inner'\]; wrap the optimizer "
-    r"as in skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
+    r"skip_nonfinite\(\) requires \['inner'\]; call "
+    r"skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
     r"requires \['threshold'\]; .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: (
         skip_above(1.0)
     ),

@@ -1,4 +1,4 @@
-"""Jaxprs: splits traced programs into pieces that run one after another."""
+"""Splits traced programs (jaxprs) into pieces that run one after another."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from jax.core import eval_jaxpr
 
 
 class Piece(NamedTuple):
-    """Consecutive equations of a program as a program, with its input and output variables."""
+    """A program of consecutive equations of another program."""
 
     inputs: list[Any]
     outputs: list[Any]
