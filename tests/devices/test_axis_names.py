@@ -78,8 +78,8 @@ def test_specs_accept_axes_outside_shard_map():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (P("date"), r"must name axes of the mesh among \['a', 'b'\], got \['date'\]"),
-        (P(("a", "date")), r"must name axes of the mesh among .*, got \['date'\]"),
+        (P("date"), r"must use mesh axes from \['a', 'b'\], got \['date'\]"),
+        (P(("a", "date")), r"must use mesh axes from .*, got \['date'\]"),
         (P(P.UNCONSTRAINED), "must name the mesh axes that shard a leaf, got UNCONSTRAINED"),
     ],
     ids=str,
