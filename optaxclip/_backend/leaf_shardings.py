@@ -221,7 +221,7 @@ class ExplicitShardings(MeshShardings):
     """
 
     def map_shards(self, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        # The compiler may also shard leaves over automatic axes, which types do not contain, so only
+        # The compiler may also shard leaves over automatic axes, which are not in the types. Only
         # the axes in the specs become manual.
         is_mixed = AxisType.Auto in self.mesh.axis_types
         return jax.shard_map(
