@@ -1,7 +1,4 @@
-"""Adapts transformations and functions to arrays in any memory space and on any mesh.
-
-The functions that it calls can ignore memory spaces, explicit meshes, and eager mode.
-"""
+"""Adapts functions to arrays in any memory space, to any mesh, and to eager mode."""
 
 import functools
 import inspect
@@ -31,7 +28,6 @@ class Init(Protocol[State]):
 
     def __call__(self, params: PyTree) -> State:
         """Creates the state before the first step."""
-        ...
 
 
 class Update(Protocol[State]):
@@ -41,7 +37,6 @@ class Update(Protocol[State]):
         self, updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
         """Returns the new updates and the next state."""
-        ...
 
 
 class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):
@@ -76,10 +71,7 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
 
 
 def stateless(update: Callable[..., Any]) -> Transformation[Any]:
-    """Creates a transformation from `update(updates, params, **extra_args) -> updates`.
-
-    The transformation accepts any state and returns it unchanged.
-    """
+    """Creates a transformation that returns its state unchanged."""
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -179,10 +171,7 @@ class MeshSharding(NamedTuple):
 def constrain_out_sharding(
     fn: Callable[..., Array], spec: Callable[[MeshSharding], tuple[Any, ...]], *arrays: Array
 ) -> Array:
-    """Calls `fn(*arrays)`, and shards the result if an array is sharded over an explicit mesh.
-
-    `spec` computes the entries of the result's spec from the sharding of the first such array.
-    """
+    """Calls `fn(*arrays)`, and shards the result by `spec` if an array has an explicit mesh."""
     sharding = next(filter(None, map(meshes.explicit_sharding, map(jax.typeof, arrays))), None)
     if sharding is not None and not meshes.manual_axes():
         specs = PartitionSpec(*spec(MeshSharding(*sharding)))
@@ -207,14 +196,11 @@ def _memory_space(x: Any) -> Any:
 def move_to_device_memory(
     *trees: PyTree,
 ) -> tuple[tuple[PyTree, ...], Callable[..., tuple[PyTree, ...]]]:
-    """Moves all arrays to the default memory of their devices.
-
-    Returns the trees, and a function that moves results with the structures of the first trees to
-    the original memory spaces. If a tree was None, its result is returned unchanged.
-    """
+    """Moves arrays to the default memory, and returns them with a function to move results back."""
     if set(memory_spaces(trees)) <= {None}:
         return trees, lambda *results: results
 
+    # Results must have the structures of the first trees, except that None moves nothing.
     def restore(*results: PyTree) -> tuple[PyTree, ...]:
         return tuple(
             x if tree is None else put_leaves(x, memory_spaces(tree))

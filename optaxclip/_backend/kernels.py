@@ -103,11 +103,9 @@ def _sum_on_gpu(
     norm: Norm,
     in_one_piece: bool,
 ) -> list[Array]:
-    """Sums powers, and adds small leaves of a group with equal shapes before they are reduced.
-
-    The first of these leaves has their total, and the others have 0. For 16 leaves, this requires 2
-    kernels instead of 16.
-    """
+    """Sums powers, and adds small leaves of a group with equal shapes before they are reduced."""
+    # The result of the first of these leaves is their total, and the other results are 0. For 16
+    # leaves, this uses 2 kernels instead of 16.
     batches = collections.defaultdict[Any, list[int]](list)
     for i, x in enumerate(leaves):
         is_small = (static_size_or_none(x.size) or _SMALL) < _SMALL

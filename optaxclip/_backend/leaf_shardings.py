@@ -52,10 +52,7 @@ class LeafShardings:
         return cls((Axes(),) * len(leaves), ((),) * len(leaves), meshes.is_unsharded(leaves))
 
     def with_trailing_axes(self, number: int, *, whole_leaves: bool) -> "LeafShardings":
-        """Returns the shardings for results with `number` more unsharded axes than the norms.
-
-        If `whole_leaves` is True, groups must contain all elements of a leaf.
-        """
+        """Returns the shardings for results with `number` more unsharded axes than the norms."""
         reduced, kept = self.reduced_mesh_axes, self.kept_mesh_axes
         if whole_leaves:
             reduced, kept = tuple(map(self.axes_of, range(len(reduced)))), ((),) * len(reduced)
@@ -85,10 +82,7 @@ class LeafShardings:
     def local_sums(
         self, sums: Sequence[ScaledSums], shapes: Sequence[tuple[int, ...]], *, use_max: bool
     ) -> Sequence[ScaledSums]:
-        """Returns the contributions of this device to the sums or maxima over devices.
-
-        `sums` are the sums or maxima of the shards, and `shapes` the shapes for whole leaves.
-        """
+        """Returns this device's contributions to sums over devices, in `shapes` of whole leaves."""
         del shapes, use_max
         return sums
 
@@ -100,10 +94,7 @@ class LeafShardings:
     def local_slices(
         self, arrays: Sequence[Array], leaves: Sequence[Any], axes: Sequence[tuple[int, ...]]
     ) -> list[Array]:
-        """Returns the slices of arrays `[..., *groups of a leaf]` for the shards of this device.
-
-        There is one array per leaf, and `axes` are the axes that the norms of the leaves reduce.
-        """
+        """Returns the slices of arrays `[..., *groups of a leaf]` for the shards of this device."""
         del leaves, axes
         return list(arrays)
 
@@ -403,11 +394,7 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
 def check_examples_unsharded(
     flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: str
 ) -> None:
-    """Checks that per-example gradients are not sharded over manual axes.
-
-    If `of_examples` is True, the leaves have a leading example axis, which can be sharded. `remedy`
-    is the end of the message.
-    """
+    """Checks that per-example gradients are not sharded within an example."""
     leaves, manual = flat.inexact_leaves(), meshes.manual_axes()
     if not manual or not leaves:
         return

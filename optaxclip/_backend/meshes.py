@@ -67,10 +67,7 @@ def collective_primitives(program: Any) -> frozenset[str]:
 
 
 def check_replicated_scalar(x: Any, axis_names: Iterable[str] | None, what: str) -> None:
-    """Checks that the number `what` does not vary over the devices that share a norm.
-
-    These are the devices along `axis_names`, or along all manual axes by default.
-    """
+    """Checks that the number `what` does not vary over devices that share a norm."""
     shared = manual_axes() if axis_names is None else frozenset(axis_names)
     if varying := sorted(varying_axes(x) & shared):
         raise ValueError(
@@ -294,10 +291,7 @@ def reuse_buffers(old: PyTree, new: PyTree) -> PyTree:
 
 
 def use_auto_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
-    """Makes the explicit axes of the mesh automatic in `fn`, so the compiler shards arrays.
-
-    Manual axes remain manual. `out_specs` must be a pytree prefix of the results.
-    """
+    """Makes the explicit axes of the mesh automatic in `fn`, so the compiler shards arrays."""
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
@@ -367,13 +361,7 @@ def current_mesh() -> Any:
 
 
 class ExampleSpecs(NamedTuple):
-    """Specs of results over a batch of examples on an explicit mesh.
-
-    Attributes:
-      sums: The specs of sums over the examples, one per parameter.
-      norms: The spec of arrays with a leading example axis.
-      counts: The spec of replicated results.
-    """
+    """The specs of sums per parameter, of norms per example, and of replicated counts."""
 
     sums: list[PartitionSpec]
     norms: PartitionSpec

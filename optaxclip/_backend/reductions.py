@@ -59,21 +59,16 @@ def underflow_bound(dtype: jax.typing.DTypeLike) -> float:
 
 
 def overflow_bound(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the product of norms above which the large scale is used.
-
-    At that scale, larger products exceed `underflow_bound`, and neither factor underflows.
-    """
+    """Returns the product of norms above which the large scale is used."""
+    # At the large scale, larger products exceed `underflow_bound`, and neither factor underflows.
     # Two products, because the square of the step overflows a Python float for float64.
     in_range = underflow_bound(dtype) * scale_step(dtype) * scale_step(dtype)
     return max(in_range, float(jnp.finfo(dtype).max) / MAX_NUM_ELEMENTS)
 
 
 def prescale_factors(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
-    """Returns the powers of two that elements are multiplied by before the norm is applied.
-
-    The first one is 1, the second one prevents sums from overflowing, and the third one prevents
-    squares from underflowing.
-    """
+    """Returns the powers of two that elements are multiplied by before the norm is applied."""
+    # The second factor prevents sums from overflowing, the third one squares from underflowing.
     up = scale_step(dtype)
     by_degree: dict[float, tuple[float, ...]] = {0: (1.0,), 1: (1.0, 1 / up), 2: (1.0, 1 / up, up)}
     return by_degree[norm.degree]
@@ -109,11 +104,9 @@ def _hide_from_xla(constants: tuple[float, ...], dtype: jnp.dtype) -> tuple[floa
 
 
 def _reduce(summands: ScaledSums, axes: tuple[int, ...], *, is_fused: bool) -> ScaledSums:
-    """Sums arrays in one variadic reduction, or separately.
-
-    GPUs run a variadic reduction over all axes as one kernel. TPUs compute separate sums in one
-    pass if the results are small, and the compiler can shard separate sums across devices.
-    """
+    """Sums arrays in one variadic reduction, or separately."""
+    # GPUs run a variadic reduction over all axes as one kernel. TPUs compute small separate sums in
+    # one pass, and the compiler can shard separate sums across devices.
     if not is_fused:
         return tuple([lax.reduce_sum(x, axes) for x in summands])
     zeros = (summands[0].dtype.type(0),) * len(summands)

@@ -81,10 +81,7 @@ def select_results(
 def _run_with_selected_state(
     skip: Array, program: Any, values: list[Any], num_updates: int, state: list[Any]
 ) -> list[Any]:
-    """Runs a program that continues with leaves of `state` if the step is skipped.
-
-    The outputs are `num_updates` updates, followed by the new state in the order of `state`.
-    """
+    """Runs a program that continues with leaves of `state` if the step is skipped."""
     jaxpr = program.jaxpr
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
     known |= dict(zip(jaxpr.invars, values, strict=True))

@@ -100,12 +100,9 @@ def underflow_threshold(dtype: jax.typing.DTypeLike) -> float:
 
 
 def overflow_threshold(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the absolute value above which elements overflow, which is infinite for float64.
-
-    It is half an ulp above the largest number. Ties are resolved as in `OVERFLOW_EDGES`.
-    """
+    """Returns the absolute value above which elements overflow, infinite for float64."""
     info = jnp.finfo(dtype)
-    largest = float(info.max)
+    largest = float(info.max)  # The threshold is half an ulp above it.
     unit = 2.0 ** (math.frexp(largest)[1] - 1 - info.nmant)
     return largest + unit / 2
 

@@ -150,11 +150,8 @@ def combine_norms_factored(norms: Array) -> tuple[Array, Array]:
 
 
 def norm_relative_error(count: Any, degree: float, eps: float) -> float:
-    """Bounds the relative error of a norm of `count` elements, such as 9e-7 for 10**7 floats (L2).
-
-    The error of the sum grows with the depth of the reduction tree, and the root divides it by
-    `degree`.
-    """
+    """Bounds the relative error of a norm of `count` elements, such as 9e-7 for 10**7 floats."""
+    # The error of a sum grows with the depth of the reduction tree, and the root divides it.
     size = static_size_or_none(count)
     # Symbolic counts in `jax.export` are at most 2**40.
     depth = 40 if size is None else math.log2(max(size, 1))

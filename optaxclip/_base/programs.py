@@ -38,10 +38,7 @@ def last_uses(program: jex.Jaxpr) -> dict[Any, int]:
 
 
 def extract_piece(eqns: Sequence[Any], last: int, used_until: dict[Any, int]) -> Piece:
-    """Makes a piece of equations, where `last` is the number of the last equation.
-
-    The outputs are the variables that later equations use, according to `last_uses`.
-    """
+    """Makes a piece of equations up to number `last`, with outputs that later equations use."""
     defined = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
     used = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
     inputs = [v for v in used if v not in defined]

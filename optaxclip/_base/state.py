@@ -130,13 +130,10 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def register_state(cls: Kind) -> Kind:
-    """Registers a named tuple that is a state or part of a state.
-
-    Fields of type `StaticNames` become part of the structure, because Levanter's checkpointer
-    cannot restore nodes without leaves.
-    """
+    """Registers a named tuple that is a state or part of a state."""
     name = f"optaxclip.{cls.__name__.lstrip('_')}"
     fields: tuple[str, ...] = cls._fields
+    # Names become static, because Levanter's checkpointer cannot restore nodes without leaves.
     static = [field for field in fields if cls.__annotations__[field] is StaticNames]
     if not static:
         # JAX already treats named tuples as pytree nodes, so only the serialization is missing.

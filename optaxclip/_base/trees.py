@@ -106,11 +106,9 @@ def flatten(
 ) -> FlatTree:
     """Flattens a tree of arrays and finds the leaves to measure.
 
-    Args:
-      tree: A pytree of arrays.
-      argument: The name of the tree in messages.
-      integer_policy: "skip" ignores integer, bool and PRNG-key leaves, and "error" rejects them.
-        "measure" measures integers, and rejects bools and PRNG keys.
+    The integer policy "skip" ignores integer, bool and PRNG-key leaves, and "error" rejects them.
+    "measure" measures integers, and rejects bools and PRNG keys. `argument` names the tree in
+    messages.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
     paths = _unique_paths([path for path, _ in pairs], tree)

@@ -254,11 +254,7 @@ def is_uncalled_factory(value: Any, package: str) -> bool:
 
 
 def check_called(value: Any, package: str, argument: str, namespace: str) -> None:
-    """Checks that a value is not a function of a package that must be called first.
-
-    `package` is an internal name such as `optaxclip.transforms`, and `namespace` a public name such
-    as `optaxclip`.
-    """
+    """Checks that a value is not a function of a package that must be called first."""
     if is_uncalled_factory(value, package):
         name = getattr(value, "__name__", "")
         raise TypeError(

@@ -1,18 +1,7 @@
-"""Clipping by norms: a scope, a norm, a threshold rule, a response and a non-finite policy.
+"""Clipping by norms: a scope, a norm, a threshold rule, a response, and a non-finite policy.
 
 `clip_by` and `clip_tree` are the API. `run_clip` checks a step, and `_clip_step` runs its stages on
 arrays: measure, threshold, respond, scale, record.
-
-For example, `clip_by` can express three published methods:
-
-  Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) uses the norm of the
-  whole tree. Adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) clips the norms of
-  units to a fraction of the norms of their parameters. Adafactor's update clipping (Shazeer and
-  Stern, 2018, arXiv 1804.04235) uses the root mean square of leaves::
-
-    clip_by(scopes.tree(), 1.0)
-    clip_by(scopes.unit(), thresholds.relative_to_params(0.01, eps=1e-3))
-    clip_by(scopes.leaf(), 1.0, norm="rms")
 """
 
 import dataclasses
@@ -123,10 +112,7 @@ def clip_by(
 
 @dataclasses.dataclass(frozen=True)
 class ClipMethod:
-    """The parts that differ between clipping methods. The default uses norms and multipliers.
-
-    Instances must be hashable, because they are static.
-    """
+    """The static parts of a step that differ between clipping methods."""
 
     names_leaves: ClassVar[bool] = False
     """If True, `compute_norms` needs the names of the leaves for messages."""
@@ -141,11 +127,7 @@ class ClipMethod:
         return by
 
     def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
-        """Changes a leaf.
-
-        The first axis of `columns` stacks the arrays from `leaf_operands`. The remaining axes are
-        the axes of the leaf without `axes`.
-        """
+        """Changes a leaf by `columns`, the operands `[operands, *kept axes of the leaf]`."""
         zeroes = options.nonfinite == "zero"
         return scale(leaf, columns, axes=axes, strict=options.strict, zero_nonfinite=zeroes)
 
@@ -337,10 +319,7 @@ def run_clip(
     options: Options,
     method: ClipMethod = NORM_CLIP,
 ) -> tuple[PyTree, ClipState]:
-    """Returns the clipped tree and the next state, without a record if `state.info` is None.
-
-    If `known_norm` is None, the norms are computed.
-    """
+    """Returns the clipped tree and the next state, without a record if `state.info` is None."""
     params = params_if_needed(rule, params, options.name)
     param_leaves, param_plan = None, plan
     if params is not None:

@@ -109,10 +109,7 @@ class ScaledNorms(NamedTuple):
 
 
 def measure(leaves: list[Any], plan: Plan, norm: Norm, *, from_above: bool = False) -> ScaledNorms:
-    """Computes the norms of all groups over all devices, in float64 for 64-bit leaves.
-
-    If `from_above` is True, the norms also have upper bounds that account for rounding.
-    """
+    """Computes the norms of all groups over all devices, with upper bounds if `from_above`."""
     dtype = norm_dtype([leaf.dtype for leaf in leaves])
     if leaves:
         with_axes = zip(leaves, plan.grouping.axes, strict=True)
@@ -232,11 +229,8 @@ class _NormFn(NamedTuple):
     from_above: bool = False
 
     def differentiable(self) -> Callable[[list[Array]], ScaledNorms]:
-        """Returns `compute` with a rule that differentiates plain sums or maxima.
-
-        To keep the derivatives of powers in range, the rule divides elements by constant powers of
-        two near the norms.
-        """
+        """Returns `compute` with a rule that differentiates plain sums or maxima."""
+        # Elements are divided by powers of two near the norms, to keep derivatives in range.
         compute = custom_jvp()(self.compute)
 
         @compute.defjvp
@@ -350,10 +344,7 @@ class _NormFn(NamedTuple):
 
 
 def select_in_range(totals: reductions.ScaledSums) -> tuple[Array, Array]:
-    """Selects the sums at a scale without overflow or lost summands.
-
-    Norms computed from these sums must be multiplied by the powers of two that are also returned.
-    """
+    """Returns sums without overflow or lost summands, and powers of two to multiply norms by."""
     plain, *others = totals
     if not others:
         return plain, jnp.ones_like(plain)

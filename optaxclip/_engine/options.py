@@ -170,11 +170,7 @@ _DEFAULT_SECTIONS = {
 
 
 def document_options(options: type) -> Callable[[Function], Function]:
-    """Decorates a function with `**options` to show the options in its signature and docstring.
-
-    `optax.inject_hyperparams` uses this signature. "Returns" and "Raises" are added if the
-    docstring lacks them. The option `name` defaults to the name of the function.
-    """
+    """Decorates a function with `**options` to show them in its signature and docstring."""
 
     def decorate(fn: Function) -> Function:
         # The hints of a TypedDict include those of its parents.
@@ -193,6 +189,7 @@ def document_options(options: type) -> Callable[[Function], Function]:
         ]
         named = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
         decorated: Any = call
+        # `optax.inject_hyperparams` uses this signature.
         decorated.__signature__ = own.replace(parameters=[*named, *shared])
         if fn.__doc__:  # It is None under `python -OO`.
             sections = _DEFAULT_SECTIONS if "nonfinite" in hints else {}

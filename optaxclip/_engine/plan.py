@@ -79,13 +79,7 @@ class Plan:
         use_max: bool = False,
         add: Callable[[Array], Array] | None = None,
     ) -> ScaledSums:
-        """Sums over the leaves of the groups, and then over devices.
-
-        Args:
-          parts: The sums of the leaves, for all scales.
-          use_max: If True, computes maxima instead of sums.
-          add: A function that sums along the first axis. Defaults to `lax.reduce_sum`.
-        """
+        """Sums over the leaves of the groups and over devices, or computes the maxima."""
         groups = self.grouping.groups
         shapes = self.grouping.broadcast_to_leaves([group.shape for group in groups])
         parts = self.placement.local_sums(parts, shapes, use_max=use_max)  # of this device
@@ -155,10 +149,7 @@ def make_plan(
     state_names: StaticNames | None = None,
     size: int = 0,
 ) -> Plan:
-    """Makes the plan of a tree, with empty groups for names in the state that the tree lacks.
-
-    If there is a state, `state_names` must be the names of its groups, and `size` their number.
-    """
+    """Makes the plan of a tree, with empty groups for names in the state that the tree lacks."""
     flat = flat if state_names is None else flat.match_name_style(state_names)
     grouping = apply_scope(scope, flat, options.sharding_hints)
     placement = infer_shardings(grouping, flat, options.sharding_hints)

@@ -78,12 +78,9 @@ def products(
 def _differentiable(
     plan: Plan, axes: tuple[tuple[int, ...], ...]
 ) -> Callable[[_Pairs, _KnownNorms], InnerProducts]:
-    """Returns `_compute_scaled` with a rule that differentiates plain sums.
+    """Returns `_compute_scaled` with a rule that differentiates plain sums."""
 
-    To keep the derivatives of sums in range, the rule divides elements by constant powers of two
-    near the norms.
-    """
-
+    # Elements are divided by powers of two near the norms, to keep derivatives in range.
     def prescale(
         pairs: _Pairs, known: _KnownNorms, scales: list[Array]
     ) -> tuple[_Pairs, _KnownNorms]:

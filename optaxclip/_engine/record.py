@@ -1,7 +1,4 @@
-"""Records: computes the `ClipInfo` of a step with running counts.
-
-norms, thresholds, factors f32[groups], non-finite groups bool[groups]  ->  ClipInfo [names]
-"""
+"""Records: computes the `ClipInfo` of a step with running counts."""
 
 import functools
 import itertools
@@ -52,10 +49,7 @@ def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> Cli
 def update_info(
     old: ClipInfo, plan: Plan, norm: Array, threshold: Array, factor: Array, is_nonfinite: Array
 ) -> ClipInfo:
-    """Updates the record of groups with leaves on this step.
-
-    The norms are those before clipping, and the thresholds are the triggers.
-    """
+    """Updates the record of groups with leaves on this step."""
     chex.assert_shape([norm, threshold, factor, is_nonfinite], plan.shape)
     grouping = plan.grouping
     if not grouping.groups:

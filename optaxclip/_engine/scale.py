@@ -61,14 +61,10 @@ class Multiplier(NamedTuple):
 
 @runtime_checkable
 class ExactFactor(Protocol):
-    """A response that also computes factors, which are used instead of quotients of norms.
-
-    If a factor or its derivative is not a normal number, the quotient is used nevertheless.
-    """
+    """A response with factors that replace quotients of norms if they are normal numbers."""
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
         """Returns the factors in the shape of the norms."""
-        ...
 
 
 # Jitted to share one trace between norms of equal shapes.
