@@ -237,7 +237,7 @@ class ShardingHints(NamedTuple):
 
 
 def apply_scope(scope: Scope, flat: FlatTree, sharding_hints: ShardingHints) -> Grouping:
-    """Returns the groups of a scope, for a tree whose leaves can be shards."""
+    """Returns the groups of a scope, for a tree with leaves that can be shards."""
     axis_names, specs = sharding_hints
     if meshes.manual_axes() or axis_names:
         leaf_specs = None if specs is None else _resolve_specs(flat, specs)[1]

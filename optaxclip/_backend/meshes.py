@@ -237,7 +237,7 @@ def place_on_mesh_of(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def retyped_like(like: PyTree, tree: PyTree) -> PyTree:
-    """Reshards a tree over the explicit meshes in the types of another tree."""
+    """Reshards a tree over the explicit meshes in the types of `like`."""
 
     def reshard_leaf(like: Array, x: Array) -> Array:
         sharding = getattr(jax.typeof(like), "sharding", None)

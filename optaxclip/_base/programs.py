@@ -1,4 +1,4 @@
-"""Splits traced programs (jaxprs) into pieces that run one after another."""
+"""Splits traced programs (jaxprs) into pieces that run in sequence."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from jax.core import eval_jaxpr
 
 
 class Piece(NamedTuple):
-    """A program of consecutive equations of another program."""
+    """A part of a program as a separate program, with its input and output variables."""
 
     inputs: list[Any]
     outputs: list[Any]
@@ -47,7 +47,7 @@ def extract_piece(eqns: Sequence[Any], last: int, used_until: dict[Any, int]) ->
 
 
 def make_program(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> jex.Jaxpr:
-    """Makes a program with some of the equations of another program."""
+    """Makes a program from equations of an existing program."""
     effects: Any = frozenset().union(*(eqn.effects for eqn in eqns))
     lists = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
     return _empty_program().replace(**lists, effects=effects)

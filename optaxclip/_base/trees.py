@@ -66,7 +66,7 @@ class FlatTree(NamedTuple):
         paths = [self.paths[i] for i in self.inexact_indices]
         use_keystr = self.use_keystr
         if use_keystr is None:
-            # The paths of None are included, because another step may have gradients there.
+            # The paths of None are included, because other steps may have gradients there.
             numbered = jax.tree_util.tree_unflatten(self.treedef, list(range(len(self.leaves))))
             pairs = jax.tree_util.tree_leaves_with_path(numbered, is_leaf=lambda x: x is None)
             none_paths = [path for path, x in pairs if x is None]
@@ -368,7 +368,7 @@ class Grouping:
                 f"{name}: updates must have the groups of the params that were passed to init, "
                 f"got the new groups {unknown}; {remedy}"
             )
-        # Groups without leaves, for example without gradients in this step, keep their state.
+        # Groups without leaves, such as parameters without gradients, keep their state.
         with_shapes = zip(stored, stored.shapes or ((),) * size, strict=True)
         absent = [Group((x,), (), shape) for x, shape in with_shapes if x not in own]
         ordered = tuple(sorted([*self.groups, *absent], key=lambda group: group.names))

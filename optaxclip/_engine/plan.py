@@ -87,7 +87,7 @@ class Plan:
 
         def reduce_group(group: Group, k: int) -> Array:
             if not group.leaf_indices:
-                return jnp.zeros(group.shape, like[k].dtype)  # No leaf in this step.
+                return jnp.zeros(group.shape, like[k].dtype)  # No leaf on this step.
             if len(group.leaf_indices) == 1:
                 return parts[group.leaf_indices[0]][k]
             # A single operation, because XLA repeats a chain of additions for all uses of its
