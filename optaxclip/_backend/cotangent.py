@@ -113,8 +113,8 @@ def _forbidden_batching_rule(args: Sequence[Any], axes: Sequence[int], *, functi
     del axes
     raise ValueError(
         f"{function}: axis_name must be set under vmap inside shard_map, got None for an array "
-        f"that varies over {sorted(meshes.varying_axes(args[0]))}; use axis_name=() if devices have "
-        "different examples"
+        f"that varies over {sorted(meshes.varying_axes(args[0]))}; pass axis_name=() if "
+        "devices have different examples"
     )
 
 

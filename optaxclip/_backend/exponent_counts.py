@@ -1,7 +1,6 @@
 """Counts the elements of a leaf by absolute value, on any platform.
 
-The counts are computed on bit patterns, which are ordered like the absolute values. Float
-arithmetic would flush subnormal numbers to zero on some platforms.
+The counts are computed on bit patterns, because float arithmetic may flush subnormals to zero.
 """
 
 import contextlib

@@ -28,6 +28,7 @@ class Init(Protocol[State]):
 
     def __call__(self, params: PyTree) -> State:
         """Creates the state before the first step."""
+        ...
 
 
 class Update(Protocol[State]):
@@ -37,6 +38,7 @@ class Update(Protocol[State]):
         self, updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
         """Returns the new updates and the next state."""
+        ...
 
 
 class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):

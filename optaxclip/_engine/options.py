@@ -52,8 +52,8 @@ class TransformOptions(ShardingOptions, total=False):
         requires `error, out = jax.jit(checkify.checkify(step))(*args)` and `error.throw()`.
         Thresholds never use non-finite norms.
       record: If True (the default), the state contains a record of the most recent step. If False,
-        the state is an `optax.EmptyState`, and any state is accepted and returned unchanged. This
-        is an error if the threshold depends on earlier steps.
+        the state is an `optax.EmptyState`, and any state is accepted and returned unchanged.
+        `record=False` is an error if the threshold depends on earlier steps.
     """
 
     nonfinite: NonFinite

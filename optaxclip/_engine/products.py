@@ -57,8 +57,7 @@ def products(
 ) -> InnerProducts:
     """Computes the inner products of the groups of two trees, or their real parts if complex.
 
-    The L2 norms of `leaves` must be known. If a leaf is a `BCOO`, the norms of `others` must be
-    known too, because only the elements that the `BCOO` stores are used.
+    The L2 norms of `leaves` must be known, and those of `others` too if a leaf is a `BCOO`.
     """
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
     if not leaves:

@@ -65,6 +65,7 @@ class ExactFactor(Protocol):
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
         """Returns the factors in the shape of the norms."""
+        ...
 
 
 # Jitted to share one trace between norms of equal shapes.
