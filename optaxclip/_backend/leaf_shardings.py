@@ -344,7 +344,7 @@ def _infer_mapped_axes(
     if names - manual:
         raise ValueError(
             f"axis_name must be one of {sorted(manual)} inside shard_map(check_vma=True), got "
-            f"{sorted(names - manual)}; clip outside the vmap"
+            f"{sorted(names - manual)}; use check_vma=False and name all axes"
         )
     # The type contains the mesh axes, but not the axes of the leaf that they shard.
     varying = meshes.varying_axes(leaf)
