@@ -179,7 +179,7 @@ def test_replicated_leaves_stay_bitwise_equal(name):
     spread = jax.shard_map(
         everywhere, mesh=mesh(), in_specs=(SPECS, P()), out_specs=P("a", "b"), check_vma=False
     )
-    with pytest.raises(ValueError, match=r"; use specs=PartitionSpec"):
+    with pytest.raises(ValueError, match=r"specs or axis_name must .*; use specs=PartitionSpec"):
         jax.jit(spread)(TREES[0], on_one_device(name)[0])
 
     def by_specs(grads, state):
