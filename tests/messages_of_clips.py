@@ -99,16 +99,16 @@ TYPE_ERRORS = {
         optaxclip.zclip(), SGD
     ),
     r"threshold must .*; combine transformations by ": lambda: skip_above(optaxclip.zclip(), SGD),
-    r"skip_nonfinite\(\) requires \['inner'\]; wrap the optimizer "
-    r"as in skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
+    r"skip_nonfinite\(\) requires \['inner'\]; call "
+    r"skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
     r"requires \['threshold'\]; .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: (
         skip_above(1.0)
     ),
     r"^clip_by_global_norm\(\) requires \['max_norm'\]; call "
     r"clip_by_global_norm\(max_norm\)$": clip_by_global_norm,
     r"^constant\(\) requires \['threshold'\]": thresholds.constant,
-    r"state must be passed to update, got none; call tx\.update\(grads, "
-    r"state, params\), .* tx\.init\(params\)": lambda: clip_by(LEAF, 1.0).update(ONE),
+    r"update\(\) requires a state; call tx\.update\(grads, "
+    r"state, params\)$": lambda: clip_by(LEAF, 1.0).update(ONE),
     r"keyword argument 'foo'; use one of \['scope', 'threshold', ": lambda: clip_by(
         TREE, 1.0, foo=1
     ),

@@ -1,1 +1,1 @@
-"""Handles devices, meshes, memories, platforms and sparse leaves, once for each update."""
+"""Handles devices, meshes, memory spaces, platforms, and sparse leaves."""

@@ -1,10 +1,9 @@
 """Primitives that transform cotangents and reject `vmap`.
 
-The identity with a transformed cotangent is a separate primitive, because no function of JAX can
-create it (as of JAX 0.10.2). `jax.custom_vjp` does not support forward mode.
-`jax.custom_derivatives.linear_call` assumes that the function is linear, so derivatives of the
-cotangent would be wrong, and it does not support `vmap`. `jax.custom_jvp` loses its rules inside
-loops.
+The identity with a transformed cotangent is a separate primitive, because no public function of JAX
+can create it (as of JAX 0.10.2). `jax.custom_vjp` does not support forward mode. `jax.custom_jvp`
+loses its rules inside loops. `jax.custom_derivatives.linear_call` does not support `vmap`, and
+assumes that the function is linear, so derivatives of the cotangent would be wrong.
 
 The forward-mode rule returns `x` unchanged, and only modifies tangents that reverse mode
 transposes. Therefore, derivatives of a cotangent are derivatives of the function alone, as with
@@ -31,8 +30,8 @@ CotangentFn = Callable[..., Array]
 def transform_cotangent(x: Array, cotangent_fn: CotangentFn, *operands: Array) -> Array:
     """Returns `x`, and replaces its cotangent by `cotangent_fn(cotangent, *operands)`.
 
-    In forward mode, this is the identity. Under `vmap`, `cotangent_fn` is called for single
-    examples, even if `x` is the same for all of them. The operands may be traced.
+    In forward mode, this is the identity. Under `vmap`, `cotangent_fn` is called for individual
+    examples, even if `x` is the same for all of them.
     """
     return _identity.bind(x, *operands, cotangent_fn=cotangent_fn, is_tangent=False)
 
@@ -65,7 +64,7 @@ ad.primitive_jvps[_identity] = _jvp
 
 @dataclasses.dataclass(frozen=True)
 class _VmappedCotangentFn:
-    """A `CotangentFn` for the examples of a `vmap`, hashable as a parameter of the primitive."""
+    """A `CotangentFn` under `vmap`, hashable as a parameter of the primitive."""
 
     cotangent_fn: CotangentFn
     axes: tuple[int | None, ...]
@@ -73,14 +72,8 @@ class _VmappedCotangentFn:
     spmd_axis_name: Any
 
     def __call__(self, *args: Array) -> Array:
-        mapped = jax.vmap(
-            self.cotangent_fn,
-            self.axes,
-            self.axes[0],
-            axis_name=self.axis_name,
-            spmd_axis_name=self.spmd_axis_name,
-        )
-        return mapped(*args)
+        names = {"axis_name": self.axis_name, "spmd_axis_name": self.spmd_axis_name}
+        return jax.vmap(self.cotangent_fn, self.axes, self.axes[0], **names)(*args)
 
 
 def _batching_rule(
@@ -93,12 +86,11 @@ def _batching_rule(
 ) -> tuple[Array, int]:
     (x, *operands), (axis, *other_axes) = args, axes
     if axis is None:
-        # Broadcast, because otherwise the cotangents of the examples are summed first.
+        # Otherwise, the cotangents of the examples would be summed first.
         mesh = meshes.current_mesh()
         if mesh is not None and AxisType.Explicit in mesh.axis_types and isinstance(x, Tracer):
             x = meshes.place_on_mesh(x, mesh)
         if mapped.explicit_mesh_axis and jax.typeof(x).sharding.mesh.empty:
-            # The mesh is then only known from the types of arrays that are not operands.
             raise ValueError(
                 "clip_cotangent: x must be placed on the explicit mesh of the vmap, got an "
                 f"unplaced array of shape {x.shape}; set the mesh with jax.set_mesh"
@@ -112,11 +104,8 @@ batching.fancy_primitive_batchers[_identity] = _batching_rule
 
 
 def forbid_vmap(x: Array, function: str) -> Array:
-    """Returns `x`, and rejects a later `vmap` if `x` varies over devices inside `shard_map`.
-
-    `jax.vmap` can be applied before or after the derivative, and around a `jit` or a `scan`. Only a
-    separate primitive can detect all of these cases.
-    """
+    """Returns `x`, and rejects a later `vmap` if `x` varies over devices inside `shard_map`."""
+    # Only a primitive detects a `vmap` before or after the derivative, or around a `jit` or `scan`.
     return _unmapped.bind(x, function=function) if meshes.varying_axes(x) else x
 
 
@@ -124,8 +113,8 @@ def _forbidden_batching_rule(args: Sequence[Any], axes: Sequence[int], *, functi
     del axes
     raise ValueError(
         f"{function}: axis_name must be set under vmap inside shard_map, got None for an array "
-        f"that varies over {sorted(meshes.varying_axes(args[0]))}; pass axis_name=() if devices "
-        "have different examples, or the names of the axes if they have shards of one example"
+        f"that varies over {sorted(meshes.varying_axes(args[0]))}; pass axis_name=() if "
+        "devices have different examples"
     )
 
 

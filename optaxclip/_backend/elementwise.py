@@ -1,7 +1,4 @@
-"""Computes on the elements of dense and `BCOO` leaves with the fastest method of the platform.
-
-Code for single platforms is in `kernels`, together with measurements of its benefit.
-"""
+"""Computes on elements of dense and `BCOO` leaves with the fastest method of each platform."""
 
 import functools
 import operator
@@ -31,7 +28,7 @@ def dense_values(
     """Returns a leaf as an array, and the axes over which its elements share a norm.
 
     For a `BCOO`, the array contains the stored values in `dtype`, with duplicates summed and
-    padding set to 0. The axes are then all axes of this array.
+    padding set to 0. Its elements share a norm over all axes.
     """
     if not is_sparse(leaf):
         return leaf, axes
@@ -43,10 +40,7 @@ def dense_values(
 def pair_values(
     leaf: Any, other: Any, axes: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> tuple[Array, Array, tuple[int, ...]]:
-    """Returns the elements of two leaves with equal shapes, and the axes that share a norm.
-
-    Elements that a `BCOO` does not store are removed from both leaves.
-    """
+    """Returns the elements that both leaves store, and the axes that share a norm."""
     if is_sparse(other):
         other = other.todense()
     if is_sparse(leaf):
@@ -62,8 +56,8 @@ def pair_values(
 def coalesce_values(leaf: Any, dtype: jax.typing.DTypeLike) -> tuple[Array, Array]:
     """Replaces the stored values of a `BCOO` by the elements to which they contribute.
 
-    Returns these elements, with padding set to 0, and a mask that is True for the first stored
-    value of an element and False for its duplicates. Both have the shape of the stored values.
+    Padding is set to 0. Also returns a mask that is True for the first stored value of an element
+    and False for its duplicates. Both arrays have the shape of the stored values.
     """
     is_valid = valid_mask(leaf)
     data = jnp.where(is_valid, cast_elements(leaf.data, dtype), 0)  # [*batch, nse, *dense]
@@ -84,10 +78,7 @@ def _sum_duplicates(data: Array, indices: Array) -> tuple[Array, Array]:
 
 
 def valid_mask(leaf: Any) -> Array:
-    """Returns a mask that is False for the padding of a `BCOO`.
-
-    The mask broadcasts to the stored values.
-    """
+    """Returns a mask that is False for padding, and broadcasts to a `BCOO`'s stored values."""
     bounds = np.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     bounds = jnp.broadcast_to(bounds.astype(leaf.indices.dtype), leaf.indices.shape)
     is_valid = jnp.all(leaf.indices < bounds, axis=-1)  # bool[*batch, nse]
@@ -98,7 +89,7 @@ def scale_by_real(x: Array, by: Array | float) -> Array:
     """Multiplies elements by a real number."""
     if isinstance(by, float) and by == 1:
         return x
-    # The parts of complex elements are scaled separately, because 0 * infinity is NaN.
+    # Parts of complex elements are scaled separately, because 0 * infinity is NaN.
     return map_real_imag(functools.partial(multiply, y=by), x)
 
 
@@ -107,9 +98,9 @@ def scale_and_round(
 ) -> Array:
     """Computes `x * power * ratio` for real elements, rounded once to the dtype of `x`.
 
-    `power` must be a power of two. If `strict` is True, elements are rounded toward zero instead of
-    to the nearest number. `default_kernel` is a function of the same four arguments that is used
-    for derivatives and on all platforms except CPUs.
+    `power` must be a power of two. If `strict` is True, elements are rounded toward zero.
+    Derivatives and platforms other than CPUs use `default_kernel`, a function of the same four
+    arguments.
     """
     default_kernel = functools.partial(default_kernel, strict=strict)
     if x.dtype != jnp.bfloat16 or ratio.dtype != jnp.float32:
@@ -121,12 +112,9 @@ def scale_and_round(
 
 
 def select_keep_subnormals(flag: Array, x: Array, y: Array) -> Array:
-    """Selects `x` where `flag` is True, and `y` otherwise. Subnormal numbers are kept.
-
-    The flags broadcast to `x`.
-    """
-    # `lax.select` does not broadcast the flags of several groups. `jnp.where` does, but it is a
-    # nested call per leaf, which takes longer to compile (as of JAX 0.10.2).
+    """Selects `x` where `flag` is True, and `y` otherwise, and keeps subnormal numbers."""
+    # `jnp.where` broadcasts the flags of several groups, but it is a nested call per leaf, which
+    # takes longer to compile (as of JAX 0.10.2).
     select = lax.select if flag.shape in ((), x.shape) else jnp.where
     if x.dtype != jnp.bfloat16:
         return select(flag, x, y)
@@ -134,12 +122,10 @@ def select_keep_subnormals(flag: Array, x: Array, y: Array) -> Array:
 
 
 def restore_where_factors_are_one(x: Array, scaled: Array, power: Array, ratio: Array) -> Array:
-    """Selects `x` where both factors are 1, and `x * power * ratio` otherwise.
+    """Selects `x` where both factors are 1, and `x * power * ratio` otherwise."""
 
-    Products with 1 may flush subnormal numbers to zero, but not on GPUs. There, the flags of 25
-    leaves would only take XLA 0.3 s longer to compile (for an H100, as of JAX 0.10.2).
-    """
-
+    # Products with 1 may flush subnormal numbers to zero, but not on GPUs. There, the flags of 25
+    # leaves would only take XLA 0.3 s longer to compile (for an H100, as of JAX 0.10.2).
     def restore(x: Array, scaled: Array, power: Array, ratio: Array) -> Array:
         # `lax`, because operators would add nested calls for all leaves (as of JAX 0.10.2).
         one = power.dtype.type(1)
@@ -169,21 +155,17 @@ def sum_weighted(
     by_products: Callable[..., list[Array]],
     fused: Callable[..., list[Array]],
 ) -> list[Array]:
-    """Sums gradients times factors over examples, with one of two equivalent functions.
-
-    XLA fuses the product and the sum on accelerators. On CPUs, a matrix product only needs a
-    quarter of the time of product and sum, and two thirds of the memory in bfloat16.
-    """
+    """Computes weighted sums over examples with one of two equivalent functions."""
+    # XLA fuses the product and the sum on accelerators. On CPUs, a matrix product only takes a
+    # quarter of the time, and two thirds of the memory in bfloat16.
     return lax.platform_dependent(leaves, factors, cpu=by_products, default=fused)
 
 
 def product_with_bfloat16(
     x: Array, y: Array, *, whole: Callable[..., Array], in_parts: Callable[..., Array]
 ) -> Array:
-    """Multiplies matrices in bfloat16 and float32, with one of two equivalent functions.
-
-    On accelerators, two products in bfloat16 are much faster than one product in float32.
-    """
+    """Multiplies matrices in bfloat16 and float32 with one of two equivalent functions."""
+    # On accelerators, two products in bfloat16 are much faster than one product in float32.
     return lax.platform_dependent(x, y, cpu=whole, default=in_parts)
 
 
@@ -195,12 +177,9 @@ def dispatch_chunk_size(
 
 
 def divide_each(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    """Divides arrays with equal shapes by one divisor each.
-
-    CPUs divide stacked arrays. Otherwise, the caller has to stack the quotients, and XLA on CPUs
-    repeats that in the loops of all leaves (as of JAX 0.10.2). Clipping 200 leaves by their own
-    norms then has 10% more instructions.
-    """
+    """Divides arrays with equal shapes by one divisor each."""
+    # If the caller stacked the quotients, XLA on CPUs would repeat that in the loops of all leaves
+    # (as of JAX 0.10.2), with 10% more instructions for 200 leaves.
     return lax.platform_dependent(
         dividends,
         divisors,

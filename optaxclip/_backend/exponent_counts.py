@@ -1,7 +1,6 @@
 """Counts the elements of a leaf by absolute value, on any platform.
 
-The counts are computed on bit patterns. Those of positive floats have the same order as the floats,
-and float arithmetic would flush subnormal numbers to zero on some platforms.
+The counts are computed on bit patterns, because float arithmetic may flush subnormals to zero.
 """
 
 import contextlib
@@ -21,17 +20,17 @@ from optaxclip._base.float_formats import edge_bit_patterns
 from optaxclip._base.numerics import static_size_or_none
 
 WORD_BITS = 16
-"""The number of bits of the lower word, because counts are stored in two words."""
+"""The number of bits of the lower of the two words of a count."""
 
 CHUNK_SIZE = 2**20
-"""Approximate number of elements that CPUs and TPUs process together to save temporary memory."""
+"""The approximate number of elements that CPUs and TPUs process together to save memory."""
 
 LANES = 256
-"""Number of copies of the counts on GPUs, because threads have to wait for a shared count."""
+"""The number of copies of the counts on GPUs, because threads must wait for a shared count."""
 
 
 def num_counts(*, wide: bool) -> int:
-    """Returns the number of bins: one between two neighboring edges, and one at both ends."""
+    """Returns the number of bins, including the bins beyond the first and the last edge."""
     return len(edge_bit_patterns(is_float64=wide)) + 1
 
 
@@ -41,11 +40,11 @@ def counts_by_size(
     """Counts the elements with absolute values above an edge and at most the next edge.
 
     Args:
-      leaf: A real or complex array. If `wide` is False, its dtype must not be 64-bit.
+      leaf: A real or complex array. Its dtype must not be 64-bit unless `wide` is True.
       axes: The axes to count over.
-      size: The number of elements along these axes. If it exceeds that of the leaf, as for the
+      size: The number of elements along these axes. If it exceeds that of the leaf, such as for the
         stored values of a sparse array, the missing elements count as 0.
-      wide: If True, the edges are those of float64.
+      wide: If True, uses the edges of float64.
       in_one_piece: If True, the compiler does not shard the leaf.
 
     Returns:
@@ -78,13 +77,13 @@ def propagate_carry(words: Array) -> Array:
 def _count(
     leaf: Array, axes: tuple[int, ...], integer: jnp.dtype, wide: bool, is_whole: bool
 ) -> Array:
-    """Counts the elements of the leaf with the fastest method on each platform.
+    """Counts the elements of a leaf with the fastest method of each platform.
 
-    CPUs and GPUs add faster to the count of an element's bin than they compare elements with all
-    edges. TPUs add elements one after another. Compiled by XLA for a TPU v5e, a product of two
-    arrays of zeros and ones takes 1/40 of the cycles of comparisons (as of JAX 0.10.2).
+    CPUs and GPUs add elements to the counts of their bins faster than they compare them with all
+    edges. TPUs add elements one after another. On a TPU v5e, a product of two one-hot encodings is
+    estimated to take 1/40 of the cycles of comparisons (as of JAX 0.10.2).
     """
-    # A leaf that is sharded across devices has few elements on a device.
+    # Devices have few elements of a sharded leaf.
     lanes = LANES if is_whole else LANES // 8
     scatter = functools.partial(_count_by_scatter, axes=axes, integer=integer, wide=wide)
     on_gpu = functools.partial(scatter, lanes=lanes)
@@ -129,7 +128,7 @@ def _count_by_scatter(
     group = jnp.zeros(leaf.shape, jnp.int32)  # position of the group along the kept axes
     for axis in kept:
         group = group * leaf.shape[axis] + lax.broadcasted_iota(jnp.int32, leaf.shape, axis)
-    # Few elements use few lanes. Otherwise, the lanes may use more memory than the leaf.
+    # With many lanes, the counts of few elements would use more memory than the leaf.
     num_elements = static_size_or_none(math.prod(leaf.shape[axis] for axis in axes)) or 0
     lanes = 2 ** max(min(lanes, num_elements >> 14).bit_length() - 1, 0)
     position = group * num_bins + _bin_index(leaf, wide=wide)
@@ -219,8 +218,8 @@ def _magnitude_bits(x: Array, *, wide: bool) -> Array:
 def _complex_abs_bits(x: Array, y: Array) -> Array:
     """Returns the bits of the absolute values of complex numbers, from the bits of their parts.
 
-    Squares do not overflow or underflow, and subnormal parts are included. If an absolute value
-    exceeds the range of the dtype, the result is the largest number. It is NaN if a part is NaN.
+    Squares do not overflow or underflow, and subnormal parts are included. Absolute values beyond
+    the range of the dtype become the largest number. The result is NaN if a part is NaN.
     """
     integer = x.dtype.type
     info = jnp.finfo(jnp.float64 if x.dtype == jnp.uint64 else jnp.float32)

@@ -1,7 +1,4 @@
-"""Makes transformations and functions work with arrays in any memory and on any mesh.
-
-The functions called from here can ignore memories, explicit meshes and eager mode.
-"""
+"""Adapts functions to arrays in any memory space, to any mesh, and to eager mode."""
 
 import functools
 import inspect
@@ -40,15 +37,12 @@ class Update(Protocol[State]):
     def __call__(
         self, updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
-        """Updates the updates and the state in a step."""
+        """Returns the new updates and the next state."""
         ...
 
 
 class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):
-    """An Optax transformation with the type of its state.
-
-    Editors can complete the fields of `state` after `updates, state = tx.update(...)`.
-    """
+    """An Optax transformation with the type of its state, so editors can complete its fields."""
 
     # Fields of named tuples are never assigned, so their types may be narrower than in the parent.
     init: Init[State]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -56,11 +50,7 @@ class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):
 
 
 def transformation(init: Init[State], update: Update[State]) -> Transformation[State]:
-    """Creates a transformation that accepts arrays in any memory.
-
-    JAX does not compute with arrays in different memories. Therefore, the arrays are moved to the
-    memory of the device for a step, and the results are moved back to the original memory.
-    """
+    """Creates a transformation that accepts arrays in any memory space."""
 
     @functools.wraps(init)
     def init_fn(params: PyTree) -> State:
@@ -71,14 +61,11 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
         updates: PyTree, state: Any = _NO_STATE, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
         if state is _NO_STATE:
-            raise TypeError(
-                "state must be passed to update, got none; call tx.update(grads, state, params), "
-                "starting with state = tx.init(params)"
-            )
+            raise TypeError("update() requires a state; call tx.update(grads, state, params)")
+        # JAX does not compute with arrays in different memory spaces.
         arrays, restore = move_to_device_memory(updates, state, params, extra_args)
         updates, state, params, extra_args = arrays
-        new_updates, new_state = update(updates, state, params, **extra_args)
-        new_updates, new_state = restore(new_updates, new_state)
+        new_updates, new_state = restore(*update(updates, state, params, **extra_args))
         return new_updates, new_state
 
     tx: Any = Transformation(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
@@ -86,10 +73,7 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
 
 
 def stateless(update: Callable[..., Any]) -> Transformation[Any]:
-    """Creates a transformation from `update(updates, params, **extra_args) -> updates`.
-
-    The transformation accepts any state and returns it unchanged.
-    """
+    """Creates a transformation that returns its state unchanged."""
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -106,18 +90,17 @@ def global_view(
     """Decorates a function of arrays to work with any sharding.
 
     Positional arguments are pytrees of arrays, and keyword arguments must be static and hashable.
-    The function can handle all arrays like unsharded arrays. If their types are sharded over an
-    explicit mesh, the axes of this mesh are automatic inside the function, so the compiler shards
-    the intermediate arrays. In eager mode, the function is compiled and cached. Under `jit`, it is
-    traced with the surrounding code, because tracing a call takes time for all of its arguments.
+    If types are sharded over an explicit mesh, its axes are automatic inside the function, so the
+    compiler shards intermediate arrays. In eager mode, the function is compiled and cached. Under
+    `jit`, it is traced with the surrounding code, because tracing a call is slow.
 
     Args:
-      out_like: The shardings of the results on an explicit mesh. Use the name of an argument with
-        the same types, or a tuple with the name of an argument per result. It can also be a
-        function of the positional arguments that returns a pytree prefix of the results with arrays
-        or `PartitionSpec`s. By default, the results are replicated.
-      compiled: If True, compiles the function in eager mode. The function must then be defined at
-        the top level of a module, because it is part of the cache key.
+      out_like: The shardings of the results on an explicit mesh: the name of an argument with the
+        same types, or a tuple with one name per result. It can also be a function of the positional
+        arguments that returns a pytree prefix of the results with arrays or `PartitionSpec`s. By
+        default, the results are replicated.
+      compiled: If True, compiles the function in eager mode. The function is part of the cache key,
+        so it must be defined at the top level of a module.
     """
 
     def decorate(fn: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -167,11 +150,8 @@ _compiled = jax.jit(_call_on_own_mesh, static_argnums=(0, 1, 2), inline=True)
 
 
 def scan_on_mesh(body: Callable[..., Any], start: PyTree, xs: PyTree, closed_over: PyTree) -> Any:
-    """Calls `lax.scan(body, start, xs)` on any mesh, for a body that also uses `closed_over`.
-
-    Without this, `lax.scan` fails for seeds that `vmap` shards over an explicit mesh (as of JAX
-    0.10.2).
-    """
+    """Calls `lax.scan(body, start, xs)` on any mesh, for a body that also uses `closed_over`."""
+    # `lax.scan` fails for seeds that `vmap` shards over an explicit mesh (as of JAX 0.10.2).
     with meshes.use_operand_mesh(meshes.unique_avals(closed_over)):
         return lax.scan(body, meshes.place_on_mesh_of(start, closed_over), xs)
 
@@ -185,7 +165,6 @@ class MeshSharding(NamedTuple):
     def axes_dividing(self, number: int) -> tuple[str, ...] | None:
         """Returns the mesh axes over which `number` examples can be sharded evenly, or None."""
         names = meshes.spec_names(self.spec[0])
-        # Removes the last axes of the example axis until all shards are equal.
         while number % math.prod(self.mesh.shape[name] for name in names):
             names = names[:-1]
         return names or None
@@ -194,15 +173,11 @@ class MeshSharding(NamedTuple):
 def constrain_out_sharding(
     fn: Callable[..., Array], spec: Callable[[MeshSharding], tuple[Any, ...]], *arrays: Array
 ) -> Array:
-    """Calls `fn(*arrays)`, and shards the result if an array is sharded over an explicit mesh.
-
-    `spec` returns the entries of the spec of the result from the sharding of the array.
-    """
+    """Calls `fn(*arrays)`, and shards the result by `spec` if an array has an explicit mesh."""
     sharding = next(filter(None, map(meshes.explicit_sharding, map(jax.typeof, arrays))), None)
     if sharding is not None and not meshes.manual_axes():
-        mesh_sharding = MeshSharding(sharding[0], sharding[1])
-        specs = PartitionSpec(*spec(mesh_sharding))
-        fn = meshes.use_auto_axes(fn, mesh_sharding.mesh, specs)
+        specs = PartitionSpec(*spec(MeshSharding(*sharding)))
+        fn = meshes.use_auto_axes(fn, sharding[0], specs)
     return fn(*arrays)
 
 
@@ -223,15 +198,11 @@ def _memory_space(x: Any) -> Any:
 def move_to_device_memory(
     *trees: PyTree,
 ) -> tuple[tuple[PyTree, ...], Callable[..., tuple[PyTree, ...]]]:
-    """Moves all arrays to the default memory of their devices.
-
-    Returns:
-      The trees, and a function to move results to the original memories. The results must have the
-      structures of the first trees. If a tree was None, its result is returned unchanged.
-    """
+    """Moves arrays to the default memory, and returns them with a function to move results back."""
     if set(memory_spaces(trees)) <= {None}:
         return trees, lambda *results: results
 
+    # Results must have the structures of the first trees, except that None moves nothing.
     def restore(*results: PyTree) -> tuple[PyTree, ...]:
         return tuple(
             x if tree is None else put_leaves(x, memory_spaces(tree))
@@ -248,7 +219,7 @@ def put_on_device(tree: PyTree) -> PyTree:
 
 
 def template_on_device(x: Any) -> Any:
-    """Returns `x`, or a template for `jnp.zeros_like`, in the default memory of its device."""
+    """Returns `x` or a template for `jnp.zeros_like`, in the default memory of its device."""
     if _memory_space(x) is None or isinstance(x, Tracer):
         return x
     device = next(iter(x.sharding.device_set))

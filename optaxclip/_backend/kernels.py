@@ -1,26 +1,23 @@
 """Kernels for XLA on CPUs and GPUs, with measurements of their benefit (as of JAX 0.10.2).
 
-A sum in float64 covers the range of the sums at all three scales, and it is exact for norms of
-float32.
+A sum in float64 covers the range of the sums at all three scales, and is exact for float32 norms.
 
 On CPUs, XLA calls a library for plain sums and compiles other reductions itself, which makes them 5
 to 10 times slower. A sum in float64 that uses this library takes 1.5 to 2 times as long as in
-float32. Three sums are only as fast as one sum on accelerators, where memory bandwidth limits a
-pass.
+float32. Three sums are only as fast as one sum on accelerators, where memory bandwidth is the
+limit.
 
-On GPUs, a variadic reduction over all axes of a leaf is one kernel. However, XLA stores the
+On GPUs, a variadic reduction over all axes of a leaf is one kernel. However, XLA materializes the
 summands of a variadic reduction over some of the axes, and runs three plain sums as several
 kernels. If the compiler shards the leaf, a variadic reduction first gathers it on all devices. One
-sum in float64 avoids this. Compiled for an H100 (a transformer with 4 layers of 2048 units), AGC
-reads the gradients 2.02 times with it, and 4.05 times with three sums. For example, on an automatic
-mesh of eight devices, the global norm adds 70 kernels (62 in Optax), and three sums would add about
-100 more.
+sum in float64 avoids this. For a transformer with 4 layers of 2048 units on an H100, AGC reads the
+gradients 2.02 times, instead of 4.05 times with three sums. On an automatic mesh of eight devices,
+the global norm adds 70 kernels (62 in Optax), and three sums would add about 100 more.
 
-An H100 computes in float64 at half the speed of float32, so all norms of float32 use this sum
-there. It uses 7 instructions per element (13 for three sums, 5 in Optax) and compiles as fast as
-Optax (three sums take 1.3 times as long). However, some GPUs such as the B300 are so slow in
-float64 that the sum may take longer than reading the leaf. They only use it where three sums have
-the problems above.
+An H100 computes in float64 at half the speed of float32, so all float32 norms use this sum there.
+It uses 7 instructions per element (13 for three sums, 5 in Optax) and compiles as fast as Optax
+(three sums take 1.3 times as long). On GPUs with slow float64, such as the B300, the sum may take
+longer than reading the leaf, so they use it only where three sums have the problems above.
 """
 
 import collections
@@ -39,20 +36,19 @@ from optaxclip._base.numerics import cast_elements, static_size_or_none
 from optaxclip.norms import Norm, l2
 
 _MAX_FOLDED_COLUMNS = 1536
-"""With at least this many columns, XLA does not store the converted elements on an H100."""
+"""The number of columns from which XLA does not materialize converted elements on an H100."""
 
 _SMALL, _BATCH_SIZE = 2**16, 16
-"""Leaves with fewer elements share a kernel, and the maximum number of leaves in a kernel."""
+"""Leaves with fewer than `_SMALL` elements share a kernel, in batches of up to `_BATCH_SIZE`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Float64Sums:
-    """Sums in float64 for a platform. Both functions must be called with 64-bit types enabled.
+    """Sums in float64 for a platform, for calls with 64-bit types enabled.
 
     Attributes:
-      sums_in_float64: Sums the powers of the elements of all leaves. It is a function of the leaves
-        and the keywords `axes`, `groups` (the group numbers of the leaves), `norm` and
-        `in_one_piece`.
+      sums_in_float64: Sums the powers of the elements of leaves. Its keywords are `axes`, `groups`
+        (the group numbers of the leaves), `norm`, and `in_one_piece`.
       sum_leading_axis: Sums an array along its first axis.
     """
 
@@ -75,12 +71,12 @@ def _sum_on_cpu(
 # Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _sum_powers_on_cpu(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
-    # The norms convert different values to float64. XLA on CPUs stores a conversion that two sums
-    # share, and all statistics of a step then take six times as long (as of JAX 0.10.2).
+    # The L2 norm converts different values than the other norms, because XLA on CPUs materializes a
+    # shared conversion. All statistics of a step then take six times as long (as of JAX 0.10.2).
     is_direct = norm.degree == 2 or jnp.iscomplexobj(leaf)
     powers = norm.map(cast_elements(leaf, jnp.float64 if is_direct else jnp.float32))
     if norm.degree == 0:
-        # XLA on CPUs stores the result of a comparison (as of JAX 0.10.2), so it gets one byte.
+        # XLA on CPUs materializes comparisons (as of JAX 0.10.2), so they use one byte each.
         powers = (powers != 0).astype(jnp.int8)
     return lax.reduce_sum(powers.astype(jnp.float64), axes)
 
@@ -88,13 +84,10 @@ def _sum_powers_on_cpu(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
 # Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames="axes")
 def max_abs_on_cpu(x: Array, *, axes: tuple[int, ...]) -> Array:
-    """Returns the largest absolute value of float32 elements, or NaN if an element is NaN.
-
-    XLA on CPUs uses a library for the extremes of floats. It only needs a quarter of the time of
-    the extremes of integers, but ignores NaN (as of JAX 0.10.2). Therefore, NaN is detected by a
-    sum of squares, which the L2 norm also uses. Absolute values are not computed, because XLA would
-    store them if two reductions used them.
-    """
+    """Returns the largest absolute value of float32 elements, or NaN if an element is NaN."""
+    # XLA on CPUs computes extremes of floats with a library, four times as fast as extremes of
+    # integers, but ignores NaN (as of JAX 0.10.2). The sum that detects NaN is shared with the L2
+    # norm. Absolute values are not computed, because XLA would materialize them.
     largest = lax.reduce(x, jnp.float32(0), lax.max, axes)
     smallest = lax.reduce(x, jnp.float32(0), lax.min, axes)
     with jax.enable_x64(True):
@@ -110,24 +103,18 @@ def _sum_on_gpu(
     norm: Norm,
     in_one_piece: bool,
 ) -> list[Array]:
-    """Sums powers, and adds small leaves of a group with equal shapes before they are reduced.
-
-    The result of the first of these leaves is the total, and the remaining results are 0. For 16
-    leaves, this requires 2 kernels instead of 16.
-    """
+    """Sums powers, and adds small leaves of a group with equal shapes before they are reduced."""
+    # The result of the first of these leaves is their total, and the other results are 0. For 16
+    # leaves, this uses 2 kernels instead of 16.
     batches = collections.defaultdict[Any, list[int]](list)
     for i, x in enumerate(leaves):
-        is_small = (
-            in_one_piece
-            and len(axes[i]) == x.ndim
-            and (static_size_or_none(x.size) or _SMALL) < _SMALL
-        )
+        is_small = (static_size_or_none(x.size) or _SMALL) < _SMALL
+        is_small = is_small and in_one_piece and len(axes[i]) == x.ndim
         batches[(groups[i], x.shape, x.dtype) if is_small else i].append(i)
     sums = [jnp.zeros(())] * len(leaves)
     for members in batches.values():
         for start in range(0, len(members), _BATCH_SIZE):
-            batch = members[start : start + _BATCH_SIZE]
-            first = batch[0]
+            first, batch = members[start], members[start : start + _BATCH_SIZE]
             similar = tuple(leaves[i] for i in batch)
             sums[first] = _sum_powers_on_gpu(similar, axes[first], norm, in_one_piece)
     return sums
@@ -140,9 +127,8 @@ def _sum_powers_on_gpu(
 ) -> Array:
     """Sums the powers of all elements of leaves with equal shapes and dtypes."""
     dtype = leaves[0].dtype
-    # `abs` does not change powers. Without it, XLA stores more intermediate results. For example,
-    # 256 per-example gradients on an H100 use 31.8 reads and writes instead of 29.6 (as of JAX
-    # 0.10.2).
+    # `abs` does not change powers, but avoids intermediate results. Without it, 256 per-example
+    # gradients on an H100 use 31.8 reads and writes instead of 29.6 (as of JAX 0.10.2).
     wide = (
         jnp.abs(leaf).astype(jnp.float64)
         if dtype == jnp.float32
@@ -157,29 +143,23 @@ def _sum_powers_on_gpu(
 
 
 def _fold_rows(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
-    """Sums groups of up to 256 elements along the last reduced axes, if there are few columns.
-
-    Otherwise, XLA stores the converted elements of narrow dtypes (as of JAX 0.10.2). AGC of
-    matrices `[4096, 1024]` in bfloat16 then moves 18 times the size of the gradients, instead of
-    2.1 times.
-    """
+    """Sums groups of up to 256 elements along the last reduced axes, if there are few columns."""
+    # Otherwise, XLA materializes the converted elements of narrow dtypes (as of JAX 0.10.2). AGC of
+    # bfloat16 matrices `[4096, 1024]` then moves 18 times the size of the gradients, not 2.1 times.
     last = max(axes, default=-1)
     columns = x.shape[last + 1 :]
-    if (
-        static_size_or_none(x.size) is None
-        or not (axes and columns)
-        or math.prod(columns) >= _MAX_FOLDED_COLUMNS
-    ):
+    if static_size_or_none(x.size) is None or not (axes and columns):
+        return x
+    if math.prod(columns) >= _MAX_FOLDED_COLUMNS:
         return x
     first = last
-    # Adjacent axes count as one axis, because convolutions have few channels. AGC of a ResNet-50
-    # moves 2.28 times the size of the gradients, and 2.46 times if it only uses the last axis. If
-    # one of these axes may be sharded, the shards would have to be gathered.
+    # Adjacent axes count as one axis unless they may be sharded, because convolutions have few
+    # channels. AGC of a ResNet-50 then moves 2.28 times the size of the gradients, not 2.46 times.
     while in_one_piece and first - 1 in axes:
         first -= 1
     front, count = x.shape[:first], math.prod(x.shape[first : last + 1])
-    # With fewer than 64 elements per partial sum, too many sums are stored. For a leaf that may be
-    # sharded, the number of partial sums must be a multiple of eight devices.
+    # Partial sums of fewer than 64 elements would use too much memory. The partial sums of a leaf
+    # that may be sharded must be a multiple of eight devices.
     least, multiple = (min(count, 64), 1) if in_one_piece else (8, 8)
     size = max((n for n in range(least, 257) if count % (multiple * n) == 0), default=1)
     if size == 1:
@@ -190,9 +170,8 @@ def _fold_rows(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
     return lax.optimization_barrier(partial_sums.reshape(shape))
 
 
-# The last element of a cumulative sum, because XLA on CPUs repeats a plain sum and its summands for
-# all uses of the result (as of JAX 0.10.2). With `jnp.sum`, clipping 200 leaves by their global
-# norm would take twice as long to compile.
+# XLA on CPUs repeats a plain sum for all uses of the result, but not a cumulative sum (as of JAX
+# 0.10.2). With `jnp.sum`, clipping 200 leaves by their global norm takes twice as long to compile.
 CPU_SUMS = Float64Sums(_sum_on_cpu, lambda x: lax.cumsum(x)[-1])
 GPU_SUMS = Float64Sums(_sum_on_gpu, functools.partial(lax.reduce_sum, axes=[0]))
 
@@ -209,29 +188,24 @@ def has_fast_float64() -> bool:
 
 
 def force_row_major_on_cpu(leaves: list[Array]) -> list[Array]:
-    """Stores leaves in the order of their first axis.
-
-    Otherwise, XLA on CPUs stores gradients of weights, which are outer products, with another order
-    of axes, and copies them in all branches that read them (as of JAX 0.10.2).
-    """
+    """Stores leaves in the order of their first axis."""
+    # Otherwise, XLA on CPUs stores gradients of weights, which are outer products, with a different
+    # order of axes, and copies them in all branches that use them (as of JAX 0.10.2).
     rows = [leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])) for leaf in leaves]
     rows = lax.optimization_barrier(rows)  # [examples, elements]
     return [row.reshape(leaf.shape) for row, leaf in zip(rows, leaves, strict=True)]
 
 
 def scale_bfloat16_on_cpu(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
-    """Computes `x * power * ratio` on the bit patterns of bfloat16.
-
-    XLA on CPUs stores the result of a conversion such as `x.astype(jnp.float32)`, but fuses
-    operations on bits with their neighbors (as of JAX 0.10.2). With conversions, clipping in a step
-    of AdamW takes twice as long, and longer than in Optax.
-    """
+    """Computes `x * power * ratio` on the bit patterns of bfloat16."""
+    # XLA on CPUs materializes conversions such as `x.astype(jnp.float32)`, but fuses operations on
+    # bits (as of JAX 0.10.2). With conversions, clipping in a step of AdamW takes twice as long.
     half = jnp.uint32(16)
     wide = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << half  # bits of float32
     product = lax.bitcast_convert_type(wide, jnp.float32) * power * ratio
     bits = lax.bitcast_convert_type(product, jnp.uint32)
     if not strict:
-        # Round to the nearest number, and ties to the even number.
+        # Rounds to the nearest number, and ties to the even number.
         bits = bits + jnp.uint32(0x7FFF) + ((bits >> half) & jnp.uint32(1))
     # A NaN with payload bits only in the lower half would become infinity.
     bits = jnp.where(jnp.isnan(product), jnp.uint32(0x7FC00000), bits)
@@ -240,11 +214,8 @@ def scale_bfloat16_on_cpu(x: Array, power: Array, ratio: Array, *, strict: bool)
 
 @custom_jvp()
 def select_bfloat16_on_cpu(flag: Array, x: Array, y: Array) -> Array:
-    """Selects `x` where `flag` is True, and `y` otherwise. The flags broadcast to `x`.
-
-    XLA on CPUs converts bfloat16 for `lax.select`, which loses subnormal numbers (as of JAX
-    0.10.2).
-    """
+    """Selects `x` where `flag` is True, and `y` otherwise. The flags broadcast to `x`."""
+    # XLA on CPUs converts bfloat16 for `lax.select`, which loses subnormals (as of JAX 0.10.2).
     bits, other_bits = (lax.bitcast_convert_type(array, jnp.uint16) for array in (x, y))
     selected = lax.select(jnp.broadcast_to(flag, x.shape), bits, other_bits)
     return lax.bitcast_convert_type(selected, x.dtype)

@@ -3,7 +3,7 @@
 The shardings are inferred once per update, from the options `axis_name=` and `specs=` and from the
 types of the leaves. Inside `shard_map` and `pmap`, a leaf is the shard of a device. Devices write
 the sums of their shards to an array with elements for all groups, and these arrays are summed over
-the devices. Therefore, norms, thresholds, multipliers and records are equal on all devices.
+the devices. Therefore, norms, thresholds, multipliers, and records are equal on all devices.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ KeptAxes = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class LeafShardings:
-    """Leaves that are not sharded, and the interface of its subclasses for sharded leaves.
+    """Leaves that are not sharded, and the base class for sharded leaves.
 
     Instances are static and part of the cache key of compiled functions.
 
     Attributes:
       reduced_mesh_axes: For each leaf, the mapped axes that shard elements with a common norm.
-      kept_mesh_axes: For each leaf, the mapped axes that shard the axes over which norms are not
-        computed, in the order of these axes. A device only computes the norms of its shard.
+      kept_mesh_axes: For each leaf, the mapped axes that shard its remaining axes, in order. A
+        device computes only the norms of its shard.
       is_unsharded: True if neither types nor options indicate that a leaf is sharded.
     """
 
@@ -48,14 +48,11 @@ class LeafShardings:
 
     @classmethod
     def unsharded(cls, leaves: Sequence[Any]) -> "LeafShardings":
-        """Returns the shardings of leaves with groups that are not sharded over mapped axes."""
+        """Returns the shardings of leaves that are not sharded over mapped axes."""
         return cls((Axes(),) * len(leaves), ((),) * len(leaves), meshes.is_unsharded(leaves))
 
     def with_trailing_axes(self, number: int, *, whole_leaves: bool) -> "LeafShardings":
-        """Returns the shardings for results with `number` more unsharded axes than the norms.
-
-        If `whole_leaves` is True, the groups must contain all elements of a leaf.
-        """
+        """Returns the shardings for results with `number` more unsharded axes than the norms."""
         reduced, kept = self.reduced_mesh_axes, self.kept_mesh_axes
         if whole_leaves:
             reduced, kept = tuple(map(self.axes_of, range(len(reduced)))), ((),) * len(reduced)
@@ -76,19 +73,16 @@ class LeafShardings:
         return meshes.axis_size(self.reduced_mesh_axes[leaf])
 
     def map_shards(self, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Returns a function of leaves that calls `fn` with their shards, if these are known.
+        """Returns a function of leaves that calls `fn` with their shards if these are known.
 
-        Otherwise, `fn` is called with the leaves. Its results must be equal on all devices.
+        The results of `fn` must be equal on all devices.
         """
         return fn
 
     def local_sums(
         self, sums: Sequence[ScaledSums], shapes: Sequence[tuple[int, ...]], *, use_max: bool
     ) -> Sequence[ScaledSums]:
-        """Returns the contributions of this device to the sums or maxima over devices.
-
-        `sums` are the sums or maxima of the shards, and `shapes` the shapes for whole leaves.
-        """
+        """Returns this device's contributions to sums over devices, in `shapes` of whole leaves."""
         del shapes, use_max
         return sums
 
@@ -100,18 +94,15 @@ class LeafShardings:
     def local_slices(
         self, arrays: Sequence[Array], leaves: Sequence[Any], axes: Sequence[tuple[int, ...]]
     ) -> list[Array]:
-        """Returns the slices of arrays `[..., *groups of a leaf]` for the shards of this device.
-
-        There is one array per leaf, and `axes` are the axes that the norms of the leaves reduce.
-        """
+        """Returns the slices of arrays `[..., *groups of a leaf]` for the shards of this device."""
         del leaves, axes
         return list(arrays)
 
     def replicate(self, x: Array) -> Array:
         """Replicates an array on all devices.
 
-        Otherwise, XLA shards the multipliers of all leaves like one leaf, and devices have to
-        exchange shards (as of JAX 0.10.2). For example, AGC on eight H100s would use 82 collective
+        Otherwise, XLA shards the multipliers of all leaves like one of the leaves, so devices must
+        exchange shards (as of JAX 0.10.2). For AGC on eight H100s, this requires 82 collective
         permutes.
         """
         return x
@@ -135,7 +126,6 @@ class MappedShardings(LeafShardings):
             replicated = self.all_axes - self.axes_of(leaf)
             replicas = 1 if use_max else meshes.axis_size(replicated)
             if replicas > 1 and jnp.issubdtype(arrays[0].dtype, jnp.inexact):
-                # All devices with the same shard contribute equally.
                 arrays = tuple(x / replicas for x in arrays)
             elif replicas > 1:
                 # Integers cannot be divided exactly, so only the first replica contributes.
@@ -172,17 +162,13 @@ class MappedShardings(LeafShardings):
     def _local_offset(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
         """Returns the position of this device's shard in the norms of a leaf."""
         pairs = zip(self.kept_mesh_axes[leaf], shape, strict=True)
-        # All positions are int32. Otherwise, dtypes would be mixed if 64-bit types are enabled.
+        # int32 like the axis index, even if 64-bit types are enabled.
         return [lax.axis_index(axes) * size if axes else np.int32(0) for axes, size in pairs]
 
 
 @dataclasses.dataclass(frozen=True)
 class AutomaticShardings(MappedShardings):
-    """Leaves that the compiler may shard over a mesh with automatic axes.
-
-    Attributes:
-      mesh: The mesh with automatic axes.
-    """
+    """Leaves that the compiler may shard over a mesh with automatic axes."""
 
     mesh: Any
 
@@ -200,12 +186,7 @@ class AutomaticShardings(MappedShardings):
 
 @dataclasses.dataclass(frozen=True)
 class MeshShardings(MappedShardings):
-    """Leaves with known specs outside `shard_map`. Norms are computed on shards in a `shard_map`.
-
-    Attributes:
-      mesh: The mesh.
-      specs: The specs of the leaves.
-    """
+    """Leaves with known specs outside `shard_map`. Their norms are computed in a `shard_map`."""
 
     mesh: Any
     specs: tuple[PartitionSpec, ...]
@@ -226,13 +207,13 @@ class MeshShardings(MappedShardings):
 class ExplicitShardings(MeshShardings):
     """Leaves that are sharded over an explicit mesh in their types.
 
-    A step runs with the axes of this mesh made automatic (see `global_view`), so the mesh of the
-    `shard_map` is the current mesh instead of the mesh in the types.
+    A step runs with the axes of this mesh made automatic (see `global_view`), so the `shard_map`
+    uses the current mesh instead of the mesh in the types.
     """
 
     def map_shards(self, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        # The compiler may also shard leaves over automatic axes, which types do not contain.
-        # Therefore, only the axes in the specs become manual. By default, all axes would.
+        # The compiler may also shard leaves over automatic axes, which are not in the types. Only
+        # the axes in the specs become manual.
         is_mixed = AxisType.Auto in self.mesh.axis_types
         return jax.shard_map(
             fn,
@@ -256,7 +237,7 @@ class ShardingHints(NamedTuple):
 
 
 def apply_scope(scope: Scope, flat: FlatTree, sharding_hints: ShardingHints) -> Grouping:
-    """Returns the groups of a scope, for a tree whose leaves can be shards."""
+    """Returns the groups of a scope, for a tree with leaves that can be shards."""
     axis_names, specs = sharding_hints
     if meshes.manual_axes() or axis_names:
         leaf_specs = None if specs is None else _resolve_specs(flat, specs)[1]
@@ -266,8 +247,7 @@ def apply_scope(scope: Scope, flat: FlatTree, sharding_hints: ShardingHints) -> 
     names = tuple(grouping.names)
     if names != tuple(sorted(set(names))):
         raise ValueError(
-            "names of leaves must differ from names of layers in stacked leaves, got groups "
-            f"{names}; rename the leaf"
+            f"leaf names must differ from names of stacked layers, got {names}; rename the leaf"
         )
     return grouping
 
@@ -308,8 +288,8 @@ def infer_shardings(
         mesh = given_mesh
         if given_specs and mesh is None:
             raise ValueError(
-                "specs must contain NamedShardings if no mesh is set, got PartitionSpecs; use "
-                "NamedShardings or jax.set_mesh"
+                "specs must contain NamedShardings if no mesh is set, got PartitionSpecs; set the "
+                "mesh with jax.set_mesh"
             )
         if given_specs is None and explicit_mesh is not None:
             leaf_specs = list(map(meshes.spec_of, leaves))
@@ -317,7 +297,6 @@ def infer_shardings(
             # XLA does not support a sum over an axis with one device under `vmap` over another axis
             # (as of JAX 0.10.2).
             mesh = explicit_mesh if any(explicit_mesh.shape[x] > 1 for x in spec_axes) else None
-    # The rest of a step does not distinguish these situations.
     rows = zip(leaves, grouping.axes, leaf_specs or [None] * len(leaves), strict=True)
     create: Callable[..., LeafShardings]
     if meshes.manual_axes():
@@ -356,8 +335,7 @@ def _infer_mapped_axes(
             raise ValueError(
                 "specs or axis_name must be set inside pmap or shard_map(check_vma=False), got "
                 f"None for devices along {sorted(manual)}; use specs=PartitionSpec() for "
-                "replicated gradients (after pmean), axis_name= if these axes shard all leaves or "
-                "specs= with a pytree of PartitionSpec"
+                "replicated gradients (after pmean)"
             )
         if spec is None:
             return names, unsharded
@@ -365,20 +343,18 @@ def _infer_mapped_axes(
         return reduced | (names - manual), kept
     if names - manual:
         raise ValueError(
-            f"axis_name must name axes among {sorted(manual)} inside shard_map(check_vma=True), "
-            f"got {sorted(names - manual)}; clip outside the vmap or use check_vma=False and name "
-            "all axes"
+            f"axis_name must be one of {sorted(manual)} inside shard_map(check_vma=True), got "
+            f"{sorted(names - manual)}; use check_vma=False and name all axes"
         )
     # The type contains the mesh axes, but not the axes of the leaf that they shard.
     varying = meshes.varying_axes(leaf)
     if axis_names is not None:
-        # Along other axes, devices have independent gradients, as in local SGD.
-        varying &= names
+        varying &= names  # Gradients are independent along other axes, as in local SGD.
     if spec is None:
         if not varying or not unsharded or axis_names is not None:
             return varying, unsharded
         raise ValueError(
-            "specs must name the sharded axes of a leaf with several norms, got None for type "
+            "specs must be set for a sharded leaf with several norms, got None for the type "
             f"{jax.typeof(leaf)} that varies over {sorted(varying)}; use a pytree of PartitionSpec"
         )
     reduced, kept = meshes.select_spec_axes(leaf, over, spec, varying)
@@ -386,8 +362,7 @@ def _infer_mapped_axes(
     if unknown:
         raise ValueError(
             f"specs must name all axes over which a leaf varies, got {spec} for type "
-            f"{jax.typeof(leaf)} that also varies over {sorted(unknown)}; correct the spec, sum "
-            "the leaf over these axes or name only axes with shards in axis_name"
+            f"{jax.typeof(leaf)} that also varies over {sorted(unknown)}; add these axes"
         )
     return reduced, kept
 
@@ -401,20 +376,17 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
     for leaf, spec in zip(flat.inexact_leaves(), leaf_specs, strict=True):
         if len(spec) > np.ndim(leaf):
             raise ValueError(
-                f"specs must have at most one entry per axis, got {spec} for a leaf of shape "
-                f"{np.shape(leaf)}"
+                f"specs must have at most one entry per axis, got {spec} for shape {np.shape(leaf)}"
             )
         if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
             raise ValueError(
                 f"specs must name the mesh axes that shard a leaf, got UNCONSTRAINED in {spec}; "
-                "use the names of the axes or None"
+                "use None for unsharded axes"
             )
-        mesh_axes = () if mesh is None else mesh.axis_names
-        unknown = frozenset() if mesh is None else meshes.axes_of(spec) - {*mesh_axes}
-        if unknown:
+        if mesh is not None and (unknown := meshes.axes_of(spec) - {*mesh.axis_names}):
             raise ValueError(
-                f"specs must name axes of the mesh among {list(mesh_axes)}, got "
-                f"{sorted(unknown)} in {spec}"
+                f"specs must use mesh axes from {list(mesh.axis_names)}, got {sorted(unknown)} in "
+                f"{spec}"
             )
     return mesh, leaf_specs
 
@@ -422,31 +394,21 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
 def check_examples_unsharded(
     flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: str
 ) -> None:
-    """Checks that the gradients of single examples are not sharded over manual axes.
-
-    Args:
-      flat: The leaves.
-      specs: The option `specs=`.
-      of_examples: If True, the leaves have a leading example axis, which can be sharded.
-      remedy: The end of the message.
-    """
+    """Checks that per-example gradients are not sharded within an example."""
     leaves, manual = flat.inexact_leaves(), meshes.manual_axes()
-    is_tracked = meshes.has_vma_tracking()
     if not manual or not leaves:
         return
-    if specs is None and not is_tracked:
+    if specs is None and not meshes.has_vma_tracking():
         raise ValueError(
             "specs must be set inside pmap or shard_map(check_vma=False), got None for devices "
-            f"along {sorted(manual)} that may have shards of the gradient of an example; {remedy}"
+            f"along {sorted(manual)}, over which a gradient may be sharded; {remedy}"
         )
-    leaf_specs = (
-        [PartitionSpec()] * len(leaves) if specs is None else _resolve_specs(flat, specs)[1]
-    )
+    unsharded = [PartitionSpec()] * len(leaves)
+    leaf_specs = unsharded if specs is None else _resolve_specs(flat, specs)[1]
     for name, leaf, spec in zip(flat.names(), leaves, leaf_specs, strict=True):
         undeclared = meshes.varying_axes(leaf) - meshes.axes_of(spec)
         declared = meshes.union_axes(map(meshes.spec_names, spec[1:] if of_examples else spec))
-        sharded = undeclared | (declared & manual)
-        if sharded:
+        if sharded := undeclared | (declared & manual):
             raise ValueError(
                 f"leaf {name!r} must not be sharded within examples, got a leaf that varies over "
                 f"{sorted(sharded)}; {remedy}"

@@ -1,9 +1,9 @@
-"""Reads meshes, mesh axes and shardings from JAX's types, which no other package does.
+"""Reads meshes, mesh axes and shardings from JAX's types. Other packages leave this to this module.
 
-Inside `shard_map`, some axes of the mesh are manual, and an array is the shard of a device. If
-`check_vma=True` is used, the types of arrays contain the manual axes over which they vary. Inside
-`pmap` and `shard_map(check_vma=False)`, they do not. Outside `shard_map`, types contain the
-sharding over an explicit mesh.
+Inside `shard_map`, some mesh axes are manual, and an array is the shard of a device. With
+`check_vma=True`, the types of arrays contain the manual axes over which they vary. Inside `pmap`
+and `shard_map(check_vma=False)`, they do not. Outside `shard_map`, types contain the sharding over
+an explicit mesh.
 """
 
 import contextlib
@@ -48,12 +48,12 @@ def varying_axes(x: Any) -> Axes:
 
 
 def tree_varying_axes(tree: PyTree) -> Axes:
-    """Returns the manual axes over which a leaf of a tree varies according to its type."""
+    """Returns the manual axes over which any leaf of a tree varies according to its type."""
     return union_axes(map(varying_axes, jax.tree.leaves(tree)))
 
 
 def collective_primitives(program: Any) -> frozenset[str]:
-    """Returns the names of the operations in a program that communicate over manual axes."""
+    """Returns the names of a program's operations that communicate over manual axes."""
     primitives = frozenset[str]()
     for eqn in program.eqns:
         # Collectives name their axes in one of two parameters (as of JAX 0.10.2).
@@ -67,18 +67,12 @@ def collective_primitives(program: Any) -> frozenset[str]:
 
 
 def check_replicated_scalar(x: Any, axis_names: Iterable[str] | None, what: str) -> None:
-    """Checks that a number does not vary over the devices that share a norm.
-
-    These are the devices along `axis_names`, or along all manual axes by default. `what` is the
-    name of the number in the message.
-    """
+    """Checks that the number `what` does not vary over devices that share a norm."""
     shared = manual_axes() if axis_names is None else frozenset(axis_names)
-    varying = sorted(varying_axes(x) & shared)
-    if varying:
+    if varying := sorted(varying_axes(x) & shared):
         raise ValueError(
             f"{what} must be equal on all devices that share a norm, got a value that varies over "
-            f"{varying}; use lax.pmean({what}, {varying}) or exclude axes with independent "
-            "gradients from axis_name"
+            f"{varying}; use lax.pmean({what}, {varying})"
         )
 
 
@@ -96,8 +90,7 @@ def is_being_staged(traced: Sequence[Any]) -> bool:
 
 
 def unique_avals(arrays: PyTree) -> list[Any]:
-    """Returns the distinct types of arrays."""
-    # Callers should use the types several times, because `jax.typeof` is slow.
+    """Returns the distinct types of arrays. Reuse them, because `jax.typeof` is slow."""
     return list(dict.fromkeys(map(jax.typeof, jax.tree.leaves(arrays))))
 
 
@@ -110,29 +103,25 @@ def check_not_unreduced(types: Iterable[Any]) -> None:
         if unreduced:
             raise ValueError(
                 "leaves must be reduced before clipping, got a partial sum over "
-                f"{sorted(unreduced)} of type {aval}; sum it with jax.lax.psum or use jax.reshard"
+                f"{sorted(unreduced)} of type {aval}; use jax.lax.psum or jax.reshard"
             )
 
 
 def shard_like(x: Array, like: Array) -> Array:
-    """Makes the compiler shard `x` like another array.
-
-    If `like` is sharded by types or manual axes, `x` is returned unchanged.
-    """
+    """Makes the compiler shard `x` like another array, unless types already determine this."""
     sharding = getattr(jax.typeof(like), "sharding", None)
     types = () if sharding is None else sharding.mesh.axis_types
     if manual_axes() or any(kind != AxisType.Auto for kind in types):
         return x
     if shard_alike is not None:
         return shard_alike(like, x)[1]
-    # `x` is always selected. However, the barrier hides this from the compiler, so it has to shard
-    # both arrays equally.
+    # `x` is always selected, but the barrier hides this, so both arrays must be sharded equally.
     never = lax.optimization_barrier(jnp.zeros((), bool))
     return lax.select(never, like.astype(x.dtype), x)
 
 
 def has_vma_tracking() -> bool:
-    """Returns `True` if there are manual axes and types contain those over which arrays vary."""
+    """Returns `True` if there are manual axes, and types show which arrays vary over them."""
     axes = manual_axes()
     # JAX has no public function for this (as of JAX 0.10.2).
     return bool(axes) and varying_axes(pvary(jnp.zeros(()), axes)) == axes
@@ -145,11 +134,9 @@ def pvary(x: Array, axes: Axes) -> Array:
 
 
 def pvary_like(batch: PyTree, tree: PyTree) -> PyTree:
-    """Marks a tree in its types as varying over the manual axes of a batch.
-
-    Otherwise, JAX would sum gradients with respect to replicated parameters over the devices, and
-    examples would be summed before they are clipped.
-    """
+    """Marks a tree in its types as varying over the manual axes of a batch."""
+    # Otherwise, JAX would sum gradients with respect to replicated parameters over the devices, and
+    # thus sum examples before they are clipped.
     axes = tree_varying_axes(batch)
     return jax.tree.map(lambda x: pvary(jnp.asarray(x), axes), tree) if axes else tree
 
@@ -178,10 +165,8 @@ def psum(x: Array, axes: Axes) -> Array:
 
 @custom_jvp(nondiff_argnums=(1,))
 def pmax(x: Array, axes: Axes) -> Array:
-    """Computes the maximum over the devices along axes, for arrays without NaN.
-
-    Note that `lax.pmax` does not propagate NaN on CPUs (as of JAX 0.10.2).
-    """
+    """Computes the maximum over the devices along axes, for arrays without NaN."""
+    # `lax.pmax` does not propagate NaN on CPUs (as of JAX 0.10.2).
     return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
 
@@ -204,7 +189,7 @@ def explicit_sharding(aval: Any) -> tuple[Any, PartitionSpec] | None:
 
 
 def is_unsharded(arrays: PyTree) -> bool:
-    """Returns `True` if the types of arrays exclude that they are sharded."""
+    """Returns `True` if the types of arrays rule out that they are sharded."""
     types = unique_avals(arrays)
     return not (
         manual_axes() or find_mesh(AxisType.Auto, types) or any(map(explicit_sharding, types))
@@ -212,10 +197,7 @@ def is_unsharded(arrays: PyTree) -> bool:
 
 
 def find_mesh(kind: AxisType, types: Iterable[Any]) -> Any:
-    """Returns the first mesh in these types that has axes of a kind, or None.
-
-    For example, the compiler can shard arrays on a mesh with automatic axes.
-    """
+    """Returns the first mesh in these types that has axes of a kind, or None."""
     for aval in types:
         sharding = getattr(aval, "sharding", None)
         if sharding is not None and kind in sharding.mesh.axis_types:
@@ -225,16 +207,13 @@ def find_mesh(kind: AxisType, types: Iterable[Any]) -> Any:
 
 def explicit_mesh(types: Iterable[Any]) -> Any:
     """Returns the only mesh over which arrays of these types are sharded, or None."""
-    shardings = map(explicit_sharding, types)
-    meshes = {sharding[0] for sharding in shardings if sharding}
+    meshes = {sharding[0] for sharding in map(explicit_sharding, types) if sharding}
     return meshes.pop() if len(meshes) == 1 else None
 
 
 def replicate(x: Any) -> Any:
-    """Replicates an array on the explicit mesh in its type.
-
-    JAX can neither sort an array along a sharded axis nor write a row into it (as of JAX 0.10.2).
-    """
+    """Replicates an array on the explicit mesh in its type."""
+    # JAX cannot sort along a sharded axis or write a row into it (as of JAX 0.10.2).
     sharding = explicit_sharding(jax.typeof(x))
     if sharding is None:
         return x
@@ -242,29 +221,23 @@ def replicate(x: Any) -> Any:
 
 
 def use_operand_mesh(types: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Sets the explicit mesh in types of traced arrays, if no mesh is set.
-
-    Otherwise, JAX cannot stack arrays under `vmap` that are sharded over an explicit mesh (as of
-    JAX 0.10.2).
-    """
+    """Sets the explicit mesh in the types of traced arrays, if no mesh is set."""
+    # Otherwise, JAX cannot stack arrays under `vmap` on an explicit mesh (as of JAX 0.10.2).
     mesh = None if current_mesh() else find_mesh(AxisType.Explicit, types)
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
 def place_on_mesh_of(tree: PyTree, like: PyTree) -> PyTree:
-    """Marks the arrays of a tree as replicated on the explicit mesh of traced arrays.
-
-    Otherwise, JAX can neither combine mapped and unmapped arrays under `vmap` over an axis of the
-    mesh, nor use an unmapped array as the first carry of a `scan` (as of JAX 0.10.2). In eager
-    mode, the tree is returned unchanged.
-    """
+    """Marks the arrays of a tree as replicated on the explicit mesh of traced arrays."""
+    # Otherwise, JAX can neither combine mapped and unmapped arrays under `vmap` over an axis of the
+    # mesh, nor use an unmapped array as the first carry of a `scan` (as of JAX 0.10.2).
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(like))
     mesh = find_mesh(AxisType.Explicit, unique_avals(like)) if is_traced else None
     return tree if mesh is None else jax.tree.map(lambda x: place_on_mesh(x, mesh), tree)
 
 
 def retyped_like(like: PyTree, tree: PyTree) -> PyTree:
-    """Reshards a tree over the explicit meshes in the types of another tree."""
+    """Reshards a tree over the explicit meshes in the types of `like`."""
 
     def reshard_leaf(like: Array, x: Array) -> Array:
         sharding = getattr(jax.typeof(like), "sharding", None)
@@ -296,8 +269,7 @@ def zeros_like_aval(aval: Any, leading_axes: Sequence[int] = ()) -> Array:
 @functools.partial(jax.jit, static_argnames="axis")
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     """Stacks arrays with equal shapes along a new axis."""
-    # `jnp.stack` fails on an explicit mesh if `vmap` maps only some of the arrays (as of JAX
-    # 0.10.2).
+    # `jnp.stack` fails on explicit meshes if `vmap` maps only some arrays (as of JAX 0.10.2).
     shape = (*arrays[0].shape[:axis], 1, *arrays[0].shape[axis:])
     kept = [i for i in range(len(shape)) if i != axis]
     # `expand_dims` takes twice as long to trace as `broadcast_in_dim` (as of JAX 0.10.2).
@@ -307,10 +279,10 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
 def reuse_buffers(old: PyTree, new: PyTree) -> PyTree:
     """Returns `new`, and lets `jit` store its leaves in the donated buffers of `old`.
 
-    `jit` drops arguments that are not used. Therefore, a state that is only written would move to
-    another buffer in all steps, and XLA on GPUs would then prepare all kernels that use it again
-    (as of JAX 0.11.2). For example, in a step of AdamW with 50 million elements on an H100,
-    clipping by the global norm would add 0.9 ms instead of 0.4 ms. XLA removes the selection.
+    `jit` drops unused arguments, so a state that is only written would move to a different buffer
+    on every step, and XLA on GPUs would prepare all kernels that use it again (as of JAX 0.11.2).
+    For AdamW with 50 million elements on an H100, clipping by the global norm would add 0.9 ms
+    instead of 0.4 ms. XLA removes the selection.
     """
     # Uses the structure of `new`, because the old state may have lost its names.
     return jax.tree.map(
@@ -319,11 +291,7 @@ def reuse_buffers(old: PyTree, new: PyTree) -> PyTree:
 
 
 def use_auto_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
-    """Makes the explicit axes of the mesh automatic in `fn`, so the compiler shards arrays.
-
-    Manual axes remain manual. `out_specs` must be a pytree prefix of the results with
-    `PartitionSpec`s.
-    """
+    """Makes the explicit axes of the mesh automatic in `fn`, so the compiler shards arrays."""
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
@@ -380,29 +348,20 @@ def as_spec(spec: Any) -> PartitionSpec:
 def select_spec_entries(
     spec: PartitionSpec | NamedSharding, axes: Sequence[int], rank: int
 ) -> PartitionSpec | NamedSharding:
-    """Selects the entries of a spec for some axes, given as non-negative numbers, in this order.
-
-    The spec or sharding is that of an array with `rank` axes.
-    """
+    """Selects the spec entries of some non-negative axes, for an array with `rank` axes."""
     entries = [*as_spec(spec), *[None] * rank]
     selected = PartitionSpec(*(entries[axis] for axis in axes))
     return NamedSharding(spec.mesh, selected) if isinstance(spec, NamedSharding) else selected
 
 
 def current_mesh() -> Any:
-    """Returns the current mesh, for example that of a surrounding `shard_map`, or None."""
+    """Returns the current mesh, for example of a surrounding `shard_map`, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
 
 class ExampleSpecs(NamedTuple):
-    """Specs of results over a batch of examples on an explicit mesh.
-
-    Attributes:
-      sums: The specs of sums over the examples, one for each parameter.
-      norms: The spec of arrays with a leading example axis.
-      counts: The spec of replicated results.
-    """
+    """The specs of sums per parameter, of norms per example, and of replicated counts."""
 
     sums: list[PartitionSpec]
     norms: PartitionSpec
@@ -412,13 +371,11 @@ class ExampleSpecs(NamedTuple):
 def example_out_specs(examples: PyTree, params: Sequence[Any] | None = None) -> ExampleSpecs:
     """Returns the specs of sums sharded like the parameters, and norms sharded like the examples.
 
-    The examples must have a leading example axis. If there are no parameters, the examples must be
-    per-example gradients, and sums over them are sharded like a single example.
+    The examples must have a leading example axis. Without parameters, they must be per-example
+    gradients, and sums are sharded like an individual example.
     """
     specs = list(map(spec_of, jax.tree.leaves(examples)))
     first = next((spec[0] for spec in specs if len(spec) and spec[0] is not None), None)
-    if params is None:
-        sums = [PartitionSpec(*spec[1:]) for spec in specs]
-    else:
-        sums = list(map(spec_of, params))
+    of_one = [PartitionSpec(*spec[1:]) for spec in specs]
+    sums = of_one if params is None else list(map(spec_of, params))
     return ExampleSpecs(sums, PartitionSpec(first), PartitionSpec())

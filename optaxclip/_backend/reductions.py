@@ -1,8 +1,8 @@
-"""Sums powers and products of a leaf's elements with the fastest method on each platform.
+"""Sums powers and products of a leaf's elements with the fastest method of each platform.
 
 In float32, a sum of squares is exact up to rounding for norms from 2**-31 to 2**64, regardless of
-the number of elements. For smaller norms, the elements are multiplied by 2**88 before they are
-squared. For larger norms, they are multiplied by 2**-88.
+the number of elements. For smaller norms, elements are multiplied by 2**88 before they are squared,
+and for larger norms by 2**-88.
 """
 
 import functools
@@ -34,19 +34,17 @@ def dispatch_reduction(
 ) -> Callable[[list[Array]], Any]:
     """Selects between a sum in float64 and sums at several scales, depending on the platform.
 
-    Both are functions of leaves. On platforms on which a sum in float64 is faster, `in_float64` is
-    called with 64-bit types enabled and with `platform`, the `kernels.Float64Sums` of the platform.
-    The argument `whole` must be the result of `is_full_local_reduction` for the leaves.
+    Both are functions of leaves. Where a sum in float64 is faster, `in_float64` is called with
+    64-bit types enabled and with `platform`, the `kernels.Float64Sums` of the platform. `whole`
+    must be the result of `is_full_local_reduction` for the leaves.
     """
     on_cpu, on_gpu = (
         jax.enable_x64(True)(functools.partial(in_float64, platform=sums))
         for sums in (kernels.CPU_SUMS, kernels.GPU_SUMS)
     )
-    if whole and not kernels.has_fast_float64():
-        return functools.partial(lax.platform_dependent, cpu=on_cpu, default=at_scales)
-    return functools.partial(
-        lax.platform_dependent, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=at_scales
-    )
+    is_slow = whole and not kernels.has_fast_float64()
+    gpus = {} if is_slow else {"cuda": on_gpu, "rocm": on_gpu}
+    return functools.partial(lax.platform_dependent, cpu=on_cpu, **gpus, default=at_scales)
 
 
 def scale_step(dtype: jax.typing.DTypeLike) -> float:
@@ -61,21 +59,16 @@ def underflow_bound(dtype: jax.typing.DTypeLike) -> float:
 
 
 def overflow_bound(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the threshold for a product of norms above which the large scale is used.
-
-    At that scale, larger products exceed `underflow_bound`, and neither factor underflows.
-    """
-    # Multiplied twice, because the square of the step overflows a Python float for float64.
+    """Returns the product of norms above which the large scale is used."""
+    # At the large scale, larger products exceed `underflow_bound`, and neither factor underflows.
+    # Two products, because the square of the step overflows a Python float for float64.
     in_range = underflow_bound(dtype) * scale_step(dtype) * scale_step(dtype)
     return max(in_range, float(jnp.finfo(dtype).max) / MAX_NUM_ELEMENTS)
 
 
 def prescale_factors(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
-    """Returns the powers of two that elements are multiplied by before the norm is applied.
-
-    The first scale is 1, the second one prevents sums from overflowing, and the third one prevents
-    underflow of squares. Note that element counts (degree 0) use only the scale 1.
-    """
+    """Returns the powers of two that elements are multiplied by before the norm is applied."""
+    # The second factor prevents sums from overflowing, the third one squares from underflowing.
     up = scale_step(dtype)
     by_degree: dict[float, tuple[float, ...]] = {0: (1.0,), 1: (1.0, 1 / up), 2: (1.0, 1 / up, up)}
     return by_degree[norm.degree]
@@ -103,21 +96,17 @@ def compute_scaled_sums(
 
 
 def _hide_from_xla(constants: tuple[float, ...], dtype: jnp.dtype) -> tuple[float | Array, ...]:
-    """Hides constants from the algebraic simplifications of XLA.
-
-    Otherwise, XLA rewrites `(x * scale)**2` to `x**2 * scale**2` if all elements of `x` are equal
-    (as of JAX 0.10.2), and the second square overflows.
-    """
+    """Hides constants from the algebraic simplifications of XLA."""
+    # Otherwise, XLA rewrites `(x * scale)**2` to `x**2 * scale**2` if all elements of `x` are equal
+    # (as of JAX 0.10.2), and the second square overflows.
     first, *others = constants
     return (first, *lax.optimization_barrier([np.asarray(x, dtype) for x in others]))
 
 
 def _reduce(summands: ScaledSums, axes: tuple[int, ...], *, is_fused: bool) -> ScaledSums:
-    """Sums arrays in one variadic reduction, or separately.
-
-    GPUs run a variadic reduction over all axes as one kernel. TPUs compute separate sums in one
-    pass if the results are small, and the compiler can shard separate sums across devices.
-    """
+    """Sums arrays in one variadic reduction, or separately."""
+    # GPUs run a variadic reduction over all axes as one kernel. TPUs compute small separate sums in
+    # one pass, and the compiler can shard separate sums across devices.
     if not is_fused:
         return tuple([lax.reduce_sum(x, axes) for x in summands])
     zeros = (summands[0].dtype.type(0),) * len(summands)
@@ -131,16 +120,14 @@ def _add(left: ScaledSums, right: ScaledSums) -> ScaledSums:
 # Jitted to share one trace between leaves with equal shapes and dtypes.
 @functools.partial(jax.jit, static_argnames=("axes", "in_one_piece"))
 def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: bool) -> ScaledSums:
-    """Sums the products `x * y` and the squares of `y`.
-
-    The result contains both sums for the first scale, followed by the sums for the remaining
-    scales. All of them are computed in one reduction. If there were two reductions, XLA on GPUs
-    would fuse the reduction over the parameters with AdamW's step and copy the parameters first (as
-    of JAX 0.10.2). However, variadic reductions are slow on CPUs, which use separate sums in
-    float64.
+    """Returns the sums of `x * y` and of the squares of `y`, at one scale after another.
 
     Both arrays must have the same shape and the dtype of the norms. Complex elements count as pairs
     of real elements. Use `in_one_piece` if both arrays are known not to be sharded.
+
+    All sums share one reduction. Otherwise, XLA on GPUs would fuse the reduction over the
+    parameters with AdamW's step and copy the parameters first (as of JAX 0.10.2). However, variadic
+    reductions are slow on CPUs, which use separate sums in float64.
     """
     dtype = jnp.finfo(x.dtype).dtype
     whole = is_full_local_reduction([x], [axes], in_one_piece=in_one_piece)
@@ -158,14 +145,13 @@ def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: boo
             y, u, v = (cast_elements(array, jnp.float64) for array in (y, u, v))
             # One scale is enough in float64. The sums at all scales are computed from it.
             totals = _reduce((_multiply(u, v, lax.mul), l2.map(y)), axes, is_fused=False)
-            factors = prescale_factors(l2, dtype)
-            scaled = [total * factor**2 for factor in factors for total in totals]
-            return tuple([total.astype(dtype) for total in scaled])
+            squares = [factor**2 for factor in prescale_factors(l2, dtype)]
+            return tuple([(x * square).astype(dtype) for square in squares for x in totals])
 
     if dtype != jnp.float32:
         return sum_in_own_dtype(x, y)
     on_gpu = sum_in_own_dtype if whole else sum_in_float64
-    # If several sums share a conversion, XLA stores its result on CPUs (as of JAX 0.10.2).
+    # XLA on CPUs materializes a conversion that several sums share (as of JAX 0.10.2).
     on_cpu = functools.partial(sum_in_float64, separate_cast=True)
     return lax.platform_dependent(
         x, y, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=sum_in_own_dtype
@@ -179,11 +165,9 @@ def _multiply(x: Array, y: Array, multiply_real: Callable[[Array, Array], Array]
 
 
 def _multiply_bounded(x: Array, y: Array) -> Array:
-    """Multiplies elements, and replaces products that are too large for this scale by 0.
-
-    Otherwise, infinite products with different signs would sum to NaN. If a product is too large,
-    the sum at the scale for large numbers is used, at which all products are finite.
-    """
+    """Multiplies elements, and replaces products that are too large for this scale by 0."""
+    # Infinite products with different signs would sum to NaN. If a product is too large, the sum at
+    # the scale for large numbers is used.
     product = lax.mul(clamp_to_finite(x), clamp_to_finite(y))
     is_in_range = lax.le(lax.abs(product), x.dtype.type(2 * overflow_bound(x.dtype)))
     return select(is_in_range, product, 0)
@@ -194,9 +178,9 @@ def _multiply_bounded(x: Array, y: Array) -> Array:
 def max_abs_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """Returns the bits of the largest absolute value, multiplied by `by`, as an integer.
 
-    The bits of non-negative floats have the same order as the floats, and NaN is larger than
-    infinity. Therefore, a maximum over devices preserves NaN, unlike `lax.pmax` of floats on CPUs
-    (as of JAX 0.10.2).
+    The bits of non-negative floats are ordered like the floats, and NaN is larger than infinity.
+    Therefore, a maximum over devices preserves NaN, unlike `lax.pmax` of floats on CPUs (as of JAX
+    0.10.2).
     """
     x, integer = cast_elements(leaf, dtype), jnp.dtype(f"int{jnp.finfo(dtype).bits}")
     # Clear the sign bit, which may be set for NaN.
@@ -207,7 +191,6 @@ def max_abs_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dt
         return lax.reduce(bits, integer.type(0), lax.max, axes)
 
     def reduce_floats(x: Array) -> Array:
-        # The maximum is multiplied instead of all elements, because `by` is a power of two.
         largest = scale_by_real(kernels.max_abs_on_cpu(x, axes=axes), by)
         return lax.bitcast_convert_type(largest, integer) & mask
 

@@ -1,4 +1,4 @@
-"""Rules for derivatives that are valid inside loops."""
+"""Custom derivative rules that are valid inside loops."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,12 +13,11 @@ def custom_jvp(
 ) -> Callable[[Callable[..., Result]], "jax.custom_jvp[Result]"]:
     """Decorates a function like `jax.custom_jvp`, with a rule that is valid inside loops.
 
-    When JAX differentiates a `scan` in reverse mode, it moves the operations that are equal in all
-    steps out of the loop. It then replaces the remaining `jax.custom_jvp` functions by their
-    operations (as of JAX 0.10.2). A second derivative therefore differentiates these operations
-    without the rule, and the result can be wrong and is often 0. However, JAX does not replace
-    functions inside `jax.checkpoint`. A policy that saves all values recomputes nothing and does
-    not change the compiled program.
+    When JAX differentiates a `scan` in reverse mode, it moves loop-invariant operations out of the
+    loop, and replaces the remaining `jax.custom_jvp` functions by their operations (as of JAX
+    0.10.2). A second derivative then differentiates these operations without the rule, and is often
+    wrongly 0. However, JAX does not replace functions inside `jax.checkpoint`. A policy that saves
+    all values recomputes nothing and does not change the compiled program.
 
     Note that a rule must call the decorated function.
     """

@@ -1,7 +1,7 @@
-"""Ranges of number formats, and the bin edges of histograms of absolute values.
+"""Ranges of number formats, and bin edges for histograms of absolute values.
 
-Half the smallest number of a format is rounded to 0, and larger numbers are rounded up. Therefore,
-the bins of a histogram are half-open intervals that include their upper power of two.
+Half the smallest number of a format rounds to 0, and larger numbers round up. Therefore, bins are
+half-open intervals that include their upper power of two.
 """
 
 import functools
@@ -14,14 +14,13 @@ import numpy as np
 
 
 class BinEdge(NamedTuple):
-    """An absolute value. If `inclusive`, elements with this value are above the edge."""
+    """An edge between bins. If `inclusive`, elements equal to the edge are above it."""
 
     value: float
     inclusive: bool = False
 
 
-# Literal numbers, because later versions of JAX may add formats. However, the shapes of states must
-# not change.
+# Literals, because formats in later versions of JAX must not change the shapes of states.
 OVERFLOW_EDGES = (
     BinEdge(7.0, inclusive=True),  # float4_e2m1fn
     BinEdge(7.75, inclusive=True),  # float6_e2m3fn
@@ -78,38 +77,32 @@ def checked_format(dtype: Any) -> jnp.dtype:
         number_format = None
     if number_format is None:
         raise TypeError(
-            f"dtype must be a number format, such as jnp.float16, got {dtype!r:.80}; use the "
-            "format in which the numbers will be stored"
+            f"dtype must be a number format, such as jnp.float16, got {dtype!r:.80}; use the dtype "
+            "of the stored values"
         )
     if not jnp.issubdtype(number_format, jnp.floating):
         raise ValueError(
-            f"dtype must be a real floating-point format, such as float16, got "
-            f"{number_format.name}; use the format of the parts for complex numbers"
+            f"dtype must be a real floating-point format, got {number_format.name}; use the dtype "
+            "of the real and imaginary parts for complex numbers"
         )
     if number_format.name == "float8_e8m0fnu":
         raise ValueError(
-            f"dtype must be a format with a sign and 0, got {number_format.name}; use the format "
-            "of the scaled numbers"
+            f"dtype must be a format with a sign and 0, got {number_format.name}; use the dtype of "
+            "the scaled numbers"
         )
     return number_format
 
 
 def underflow_threshold(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the largest absolute value that rounds to 0, which is half the smallest number.
-
-    The result is 0 for float64, because half the smallest float64 is not a float64.
-    """
+    """Returns the largest absolute value that rounds to 0, or 0 for float64."""
+    # Half the smallest float64 is not a float64, so it becomes 0 here.
     return float(jnp.finfo(dtype).smallest_subnormal) / 2
 
 
 def overflow_threshold(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the absolute value above which elements round to a number beyond the range.
-
-    It is half an ulp above the largest number of the format, and infinite for float64. Ties are
-    rounded to the number with an even last digit, see `OVERFLOW_EDGES`.
-    """
+    """Returns the absolute value above which elements overflow, infinite for float64."""
     info = jnp.finfo(dtype)
-    largest = float(info.max)
+    largest = float(info.max)  # The threshold is half an ulp above it.
     unit = 2.0 ** (math.frexp(largest)[1] - 1 - info.nmant)
     return largest + unit / 2
 
@@ -120,6 +113,5 @@ def edge_bit_patterns(*, is_float64: bool) -> np.ndarray[Any, np.dtype[Any]]:
     float_type, integer = (np.float64, np.uint64) if is_float64 else (np.float32, np.uint32)
     edges = bin_edges(is_float64=is_float64)
     patterns = np.array([x.value for x in edges], float_type).view(integer)
-    # Bit patterns of positive floats are ordered like the floats. Elements are compared by `>`, so
-    # the pattern of an inclusive edge is decreased by 1.
+    # Elements are compared by `>`, so the pattern of an inclusive edge is decreased by 1.
     return patterns - np.array([x.inclusive for x in edges], integer)

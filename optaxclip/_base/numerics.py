@@ -12,6 +12,8 @@ from jax import Array, lax
 
 from optaxclip._base.derivatives import custom_jvp
 
+_itemsize = operator.attrgetter("itemsize")
+
 
 def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """Returns the real dtype in which elements of `dtype` are summed: float32 or float64."""
@@ -20,9 +22,8 @@ def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def norm_dtype(dtypes: Iterable[Any]) -> jnp.dtype:
-    """Returns the dtype of a norm over these dtypes, which is float64 if one of them is 64-bit."""
-    is_wide = jnp.dtype(jnp.float64) in map(accumulation_dtype, dtypes)
-    return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
+    """Returns the dtype of a norm over these dtypes: float64 if one of them is 64-bit."""
+    return max(map(accumulation_dtype, dtypes), default=jnp.dtype(jnp.float32), key=_itemsize)
 
 
 def is_real(x: Any) -> bool:
@@ -40,8 +41,7 @@ def static_size_or_none(count: Any) -> int | None:
 
 def promote_dtypes(arrays: Sequence[Array]) -> list[Array]:
     """Converts arrays to the widest of their dtypes."""
-    dtypes = [array.dtype for array in arrays]
-    widest = max(dtypes, key=operator.attrgetter("itemsize"), default=None)
+    widest = max((array.dtype for array in arrays), key=_itemsize, default=None)
     return [array if array.dtype == widest else array.astype(widest) for array in arrays]
 
 
@@ -53,15 +53,12 @@ def cast_elements(x: Array, dtype: jax.typing.DTypeLike) -> Array:
 
 
 def saturating_cast(x: Array, dtype: jnp.dtype) -> Array:
-    """Converts `x` to `dtype` and clamps finite elements to the range of `dtype`.
-
-    If `dtype` has no infinity, infinite elements are clamped too.
-    """
+    """Converts `x` to `dtype`, and clamps elements beyond its range instead of overflowing."""
     info = jnp.finfo(dtype)
     if jnp.finfo(x.dtype).max <= info.max:
         return x.astype(dtype)
-    # `astype` converts values beyond the range to infinity, or to NaN without an infinity.
     clamped = jnp.clip(x, float(info.min), float(info.max))
+    # Infinite elements are only clamped if `dtype` has no infinity.
     has_infinity = np.isinf(np.asarray(np.inf).astype(dtype))
     return (jnp.where(jnp.isinf(x), x, clamped) if has_infinity else clamped).astype(dtype)
 
@@ -73,11 +70,8 @@ def clamp_to_finite(x: Array) -> Array:
 
 
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:
-    """Selects between arrays of the same shape, or between an array and a number.
-
-    Note that `jnp.where` would be a nested call, which takes longer to trace and to compile (as of
-    JAX 0.10.2).
-    """
+    """Selects between arrays of the same shape, or between an array and a number."""
+    # `jnp.where` is a nested call, which takes longer to trace and to compile (as of JAX 0.10.2).
     like: Any = x if isinstance(x, Array) else y
     if not isinstance(x, Array):
         x = lax.full_like(like, x) if like.shape else like.dtype.type(x)
@@ -87,23 +81,20 @@ def select(flag: Array, x: Array | float, y: Array | float) -> Array:
 
 
 def multiply(x: Array, y: Array | float) -> Array:
-    """Computes `x * y`, in a single operation if `y` is a scalar.
-
-    Note that the operator `*` would be a nested call, which takes ten times as long to trace (as of
-    JAX 0.10.2).
-    """
+    """Computes `x * y`, in a single operation if `y` is a scalar."""
     if jnp.ndim(y):
         return x * y
+    # The operator `*` is a nested call, which takes ten times as long to trace (as of JAX 0.10.2).
     return lax.mul(x, y if isinstance(y, Array) else x.dtype.type(y))
 
 
 def expand_dims_at(x: Array, axes: Sequence[int]) -> Array:
-    """Inserts axes of size 1 into `x` unless it is a scalar, to broadcast it to a leaf."""
+    """Inserts axes of size 1 to broadcast `x` to a leaf. Scalars are returned unchanged."""
     return lax.expand_dims(x, axes) if x.ndim else x
 
 
 def split_complex(x: Array) -> list[Array]:
-    """Returns the real and imaginary parts of a complex array, or the real array itself."""
+    """Returns the real and imaginary parts of a complex array, or a list of the real array."""
     return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
@@ -113,11 +104,10 @@ def map_real_imag(fn: Callable[[Array], Array], x: Array) -> Array:
 
 
 def match_weak_type(x: Array, like: Array) -> Array:
-    """Makes `x` weakly typed if `like` is, where both have the same shape and dtype."""
+    """Makes `x` weakly typed if `like` is. Both must have the same shape and dtype."""
     if not jax.typeof(like).weak_type:
         return x
-    # `full_like` keeps the weak type. No other public function can create weakly typed arrays from
-    # traced values (as of JAX 0.10.2).
+    # No other public function creates weakly typed arrays from traced values (as of JAX 0.10.2).
     fill = lax.full_like
     for _ in range(x.ndim):
         fill = jax.vmap(fill)
@@ -134,18 +124,15 @@ def safe_sqrt(x: Array) -> Array:
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents
     is_positive, root = sqrt_where_positive(x)
-    # A division, because XLA on CPUs stores its result. It would repeat a product such as
-    # `dx * (0.5 / root)` for all leaves (as of JAX 0.10.2). The division is the last operation in
-    # reverse mode. A derivative of the global norm of 200 leaves then compiles in 3 seconds instead
-    # of 8 seconds.
+    # XLA on CPUs materializes the result of a division, but would repeat a product such as
+    # `dx * (0.5 / root)` for all leaves (as of JAX 0.10.2). A derivative of the global norm of 200
+    # leaves then compiles in 3 seconds instead of 8 seconds.
     return safe_sqrt(x), select(is_positive, dx / (2 * root), 0)
 
 
 def sqrt_where_positive(x: Array) -> tuple[Array, Array]:
-    """Returns `x > 0` and the square root of `x`, or 1 where `x` is not positive.
-
-    The derivative of the root would be infinite at 0.
-    """
+    """Returns `x > 0` and the square root of `x`, or 1 where `x` is not positive."""
+    # The derivative of the root would be infinite at 0.
     is_positive = lax.gt(x, jnp.zeros_like(x))
     return is_positive, lax.sqrt(select(is_positive, x, 1))
 
@@ -163,13 +150,10 @@ def combine_norms_factored(norms: Array) -> tuple[Array, Array]:
 
 
 def norm_relative_error(count: Any, degree: float, eps: float) -> float:
-    """Bounds the relative error of a norm, for example by 9e-7 for the L2 norm of 10**7 floats.
-
-    The error of a sum of `count` powers grows with the depth of the reduction tree. The root
-    divides it by `degree`.
-    """
+    """Bounds the relative error of a norm of `count` elements, such as 9e-7 for 10**7 floats."""
+    # The error of a sum grows with the depth of the reduction tree, and the root divides it.
     size = static_size_or_none(count)
-    # A count that is symbolic in `jax.export` is at most 2**40.
+    # Symbolic counts in `jax.export` are at most 2**40.
     depth = 40 if size is None else math.log2(max(size, 1))
     # Powers except 1 and 2 are computed by logarithms, which are less accurate.
     digits = 1 if degree in (1, 2) else 4
@@ -177,36 +161,25 @@ def norm_relative_error(count: Any, degree: float, eps: float) -> float:
 
 
 def divide_no_nan(x: Array, y: Array, otherwise: Array | float) -> Array:
-    """Computes `x / y`, or `otherwise` where `y` is 0, without a division by 0.
-
-    Both numbers are first divided by a power of two near `y`. Otherwise, powers of `1 / y` could
-    overflow in derivatives, even if the derivatives themselves are in range.
-    """
-    zero = y == 0
-    # The unit cancels in the quotient, so it needs no derivative.
-    unit = lax.stop_gradient(floor_pow2(jnp.abs(y)))
-    return jnp.where(
-        zero, otherwise, divide_by_pow2(x, unit) / jnp.where(zero, 1, divide_by_pow2(y, unit))
-    )
+    """Computes `x / y`, or `otherwise` where `y` is 0, with finite derivatives."""
+    # Without the unit, powers of `1 / y` could overflow in derivatives that are in range. The unit
+    # cancels in the quotient, so it needs no derivative.
+    zero, unit = y == 0, lax.stop_gradient(floor_pow2(jnp.abs(y)))
+    divisor = jnp.where(zero, 1, divide_by_pow2(y, unit))
+    return jnp.where(zero, otherwise, divide_by_pow2(x, unit) / divisor)
 
 
 def lerp(old: Array, new: Array, weight: Array) -> Array:
-    """Interpolates linearly from `old` to `new`.
-
-    The result for a weight of 1 is exactly `new`, because rounding of the sum would lose a `new`
-    that is tiny compared with `old`.
-    """
+    """Interpolates linearly from `old` to `new`. A weight of 1 returns exactly `new`."""
+    # The sum would lose a `new` that is tiny compared with `old`.
     return jnp.where(weight == 1, new, old + weight * (new - old))
 
 
 def scale_by_exp(x: Array, log_factor: Array) -> Array:
-    """Computes `x * exp(log_factor)` for `x >= 0`, clamped to the normal numbers of the dtype.
-
-    Zero and infinity are unchanged. Other numbers never become 0 or infinity, because no factor
-    could change them again.
-    """
+    """Computes `x * exp(log_factor)` for `x >= 0`, clamped to the normal numbers of the dtype."""
+    # Zero, infinity and NaN are unchanged. Other numbers never become 0 or infinity, because no
+    # factor could change them again.
     info = jnp.finfo(jnp.result_type(x))
-    # NaN is also unchanged, because both comparisons below are False.
     product = jnp.clip(x * jnp.exp(log_factor), float(info.tiny), float(info.max))
     return jnp.where((x > 0) & (x <= float(info.max)), product, x)
 
@@ -214,16 +187,13 @@ def scale_by_exp(x: Array, log_factor: Array) -> Array:
 def floor_pow2(x: Array) -> Array:
     """Returns the largest power of two that is at most `x > 0` and has a normal reciprocal.
 
-    Products with this power or its reciprocal are exact. The result is 1 for 0 and non-finite `x`.
+    Products with the power or its reciprocal are exact. Returns 1 if `x` is 0 or non-finite.
     """
     return select((x > 0) & (x <= jnp.finfo(x.dtype).max), clamp_pow2(floor_pow2_unclamped(x)), 1)
 
 
 def floor_pow2_unclamped(x: Array) -> Array:
-    """Returns the largest power of two that is at most `x >= 0`.
-
-    The result is 0 for subnormal numbers, and infinity for infinity and NaN.
-    """
+    """Returns the largest power of two up to `x >= 0`: 0 for subnormals, infinity for NaN."""
     info = jnp.finfo(x.dtype)
     integer = jnp.dtype(f"int{info.bits}").type
     exponent_bits = integer((2**info.nexp - 1) << info.nmant)  # all bits of the exponent
@@ -249,12 +219,9 @@ def reciprocal_pow2(power: Array) -> Array:
 
 
 def divide_by_pow2(x: Array, power: Array) -> Array:
-    """Divides `x` by a power of two from `floor_pow2`.
-
-    This is a multiplication, because XLA rewrites quotients of quotients (as of JAX 0.10.2). It
-    replaces `a / b / c` by `a / (b * c)`, and `a / (b / c)` by `a * c / b`. These products may
-    overflow.
-    """
+    """Divides `x` by a power of two from `floor_pow2`."""
+    # A multiplication, because XLA replaces `a / b / c` by `a / (b * c)`, and `a / (b / c)` by
+    # `a * c / b` (as of JAX 0.10.2). These products may overflow.
     return x * reciprocal_pow2(power).astype(x.dtype)
 
 

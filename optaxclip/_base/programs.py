@@ -1,4 +1,4 @@
-"""Jaxprs: splits traced programs into pieces that run one after another."""
+"""Splits traced programs (jaxprs) into pieces that run in sequence."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from jax.core import eval_jaxpr
 
 
 class Piece(NamedTuple):
-    """Consecutive equations of a program as a program, with its input and output variables."""
+    """A part of a program as a separate program, with its input and output variables."""
 
     inputs: list[Any]
     outputs: list[Any]
@@ -38,10 +38,7 @@ def last_uses(program: jex.Jaxpr) -> dict[Any, int]:
 
 
 def extract_piece(eqns: Sequence[Any], last: int, used_until: dict[Any, int]) -> Piece:
-    """Makes a piece of equations, where `last` is the number of the last equation.
-
-    The outputs are the variables that later equations use, according to `last_uses`.
-    """
+    """Makes a piece of equations up to number `last`, with outputs that later equations use."""
     defined = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
     used = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
     inputs = [v for v in used if v not in defined]
@@ -50,7 +47,7 @@ def extract_piece(eqns: Sequence[Any], last: int, used_until: dict[Any, int]) ->
 
 
 def make_program(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> jex.Jaxpr:
-    """Makes a program with some of the equations of another program."""
+    """Makes a program from equations of an existing program."""
     effects: Any = frozenset().union(*(eqn.effects for eqn in eqns))
     lists = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
     return _empty_program().replace(**lists, effects=effects)

@@ -1,4 +1,4 @@
-"""Parts of states: names, counters, registration of classes, and checks."""
+"""State classes: names, counters, registration, and checks."""
 
 import dataclasses
 import functools
@@ -30,20 +30,19 @@ _STATIC = {"static": True}
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class StaticNames:
-    """Names in order, used like a tuple, which JAX treats as a node without children.
+    """A sequence of names that JAX treats as a node without children.
 
-    This class is not a tuple, because trainers that traverse states with their own code would use
-    the names in a tuple as leaves. However, they support dataclasses and ignore static fields.
+    It is not a tuple, because trainers with their own tree traversal would treat names in a tuple
+    as leaves. They support dataclasses, and ignore static fields.
 
-    An empty `StaticNames` is equal to any other instance. `optax.tree_map_params` calls `init` with
-    a tree without leaves, and therefore without names, and compares the structure of this state
-    with a real state. The state that it returns has lost its names. The next step restores them,
-    unless the old structure is kept. This can happen in `optax.MultiSteps`, and in a function that
-    was compiled for a state without names, because `jit` treats both structures as equal.
+    An empty instance is equal to any other instance, because `optax.tree_map_params` compares the
+    structure of a real state with the result of `init` for a tree without leaves. The state that it
+    returns has lost its names. The next step restores them, unless the old structure is kept, as in
+    `optax.MultiSteps` or in a function that was compiled for a state without names.
 
     Attributes:
       names: The names.
-      shapes: The shapes of the groups by name, or empty if all names denote a single group.
+      shapes: The shapes of the groups by name, or empty if all names denote individual groups.
       is_user_label: If True, the names are labels from the user.
     """
 
@@ -68,7 +67,7 @@ class StaticNames:
         if isinstance(other, tuple):
             return self.names == other
         if other is None:
-            return True  # Trainers that traverse states with their own code may use None instead.
+            return True  # Trainers with their own tree traversal may replace the names by None.
         if not isinstance(other, StaticNames):
             return NotImplemented
         # Shapes are ignored, because a program of `jax.export` can support several shapes.
@@ -84,7 +83,7 @@ class StaticNames:
 
 
 def call_on_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Calls `act` with a module, immediately if it is imported, and on import otherwise."""
+    """Calls `act` with a module, now if it is imported, and when it is imported otherwise."""
     module = sys.modules.get(name)
     if module is not None:
         act(module)
@@ -94,7 +93,7 @@ def call_on_import(name: str, act: Callable[[ModuleType], None]) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Finds a module with the remaining finders, and calls a function once after loading it."""
+    """Finds a module with the remaining finders, and calls `act` once the module is loaded."""
 
     name: str
     act: Callable[[ModuleType], None]
@@ -131,21 +130,16 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def register_state(cls: Kind) -> Kind:
-    """Registers a named tuple that is a state or part of a state.
-
-    Its fields of type `StaticNames` belong to the structure and are not nodes, because Levanter's
-    checkpointer cannot restore nodes without leaves. `jax.export` serializes the class under its
-    name without a leading underscore.
-    """
+    """Registers a named tuple that is a state or part of a state."""
     name = f"optaxclip.{cls.__name__.lstrip('_')}"
     fields: tuple[str, ...] = cls._fields
+    # Names become static, because Levanter's checkpointer cannot restore nodes without leaves.
     static = [field for field in fields if cls.__annotations__[field] is StaticNames]
     if not static:
         # JAX already treats named tuples as pytree nodes, so only the serialization is missing.
         return jax.export.register_namedtuple_serialization(cls, serialized_name=name)
     arrays = [field for field in fields if field not in static]
     jax.tree_util.register_dataclass(cls, data_fields=arrays, meta_fields=static)
-
     return jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=name,
@@ -164,25 +158,20 @@ def register_state(cls: Kind) -> Kind:
 
 @functools.partial(jax.jit, static_argnames="period", inline=True)
 def safe_increment(count: Array, where: Array | bool = True, *, period: int = 1) -> Array:
-    """Increments counters, without exceeding the largest value of the dtype.
+    """Increments non-negative integer counters where `where` is True, without overflow.
 
-    Args:
-      count: Signed integers of at least 0.
-      where: The counters to increment, as bools.
-      period: A counter at the largest value of the dtype decreases by `period - 1`. By default, it
-        is unchanged, as in Optax. If `period` is the length of a ring buffer, the position in the
-        buffer, `count % period`, always advances by 1.
+    By default, a counter at the largest value of the dtype remains unchanged, as in Optax. If
+    `period` is the length of a ring buffer, such a counter is decreased by `period - 1` instead, so
+    the position in the buffer, `count % period`, always advances by 1.
     """
     if not jnp.issubdtype(count.dtype, jnp.integer):
         raise TypeError(
             f"counters of the state must be integers, got the dtype {count.dtype}; cast only the "
-            "floating-point leaves of a state, because rounded counters may stop increasing"
+            "floating-point leaves of a state"
         )
-    # Otherwise, the count would wrap around to the most negative number.
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)
-    # A product, because JAX cannot `vmap` a select in a `jit` on an explicit mesh (as of JAX
-    # 0.10.2).
+    # JAX cannot `vmap` a select in a `jit` on an explicit mesh (as of JAX 0.10.2).
     return count + step.astype(count.dtype) * jnp.asarray(where, count.dtype)
 
 
@@ -200,10 +189,7 @@ REINIT_HINT = (
 def check_state(
     state: Any, cls: type, name: str, remedy: str = REINIT_HINT, updates: Any = None
 ) -> None:
-    """Checks that a state is of the type that the transformation returns.
-
-    If it is not, the updates may be the state by mistake. `remedy` ends the message.
-    """
+    """Checks that a state has the type `cls`, and that it was not swapped with the updates."""
     if state is None:
         raise ValueError(
             f"{name}: state must be the state of the previous step, got None; start with "

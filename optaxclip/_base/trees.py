@@ -1,19 +1,11 @@
-"""Trees: lists of leaves with names, and groups of elements that share a norm."""
+"""Trees: named leaves, and groups of elements that share a norm."""
 
 import collections
 import dataclasses
 import functools
 import math
 import sys
-from collections.abc import (
-    Callable,
-    ItemsView,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    ValuesView,
-)
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -31,17 +23,17 @@ class FlatTree(NamedTuple):
     """A tree as a list of leaves.
 
     Attributes:
-      paths: The key paths of all leaves, without the boxes that Flax puts around arrays. All paths
-        are different. If a custom node has several children with the same key, numbers are appended
-        to the paths of all but the first child.
+      paths: The distinct key paths of all leaves, without the boxes that Flax puts around arrays.
+        If a custom node has several children with the same key, the paths of all but the first
+        child end with a number.
       leaves: All leaves. A `BCOO` is a single leaf.
-      treedef: The structure.
+      treedef: The tree structure.
       inexact_indices: The positions of the measured leaves, which have floating-point or complex
         elements.
-      global_shapes: The shapes of the measured leaves over all devices, or None for unknown shapes.
-        It is empty outside `shard_map`, `pmap` and `vmap(axis_name=)`, where leaves are not shards.
-        Scopes use these shapes to find units and layers.
-      use_keystr: If True, names use Python's notation. By default, they only use it if two names
+      global_shapes: The shapes of the measured leaves before sharding, or None for unknown shapes.
+        Scopes use them to find units and layers. Empty outside `shard_map`, `pmap` and
+        `vmap(axis_name=)`, where leaves are not shards.
+      use_keystr: If True, names use Python's notation. By default, they use it only if two names
         would otherwise be equal.
     """
 
@@ -63,20 +55,18 @@ class FlatTree(NamedTuple):
         return [self.leaves[i] for i in self.inexact_indices]
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Returns the shapes of the measured leaves, over all devices where known."""
+        """Returns the global shapes of the measured leaves, or their own shapes if unknown."""
         own = [np.shape(leaf) for leaf in self.inexact_leaves()]
         if not self.global_shapes:
             return own
-        # A leaf with an unknown global shape is described by the shape of its shard.
-        both = zip(own, self.global_shapes, strict=True)
-        return [shape if of_all is None else of_all for shape, of_all in both]
+        return [x if y is None else y for x, y in zip(own, self.global_shapes, strict=True)]
 
     def names(self) -> list[str]:
-        """Returns the names of the measured leaves, which are all different."""
+        """Returns the distinct names of the measured leaves."""
         paths = [self.paths[i] for i in self.inexact_indices]
         use_keystr = self.use_keystr
         if use_keystr is None:
-            # The paths of None are included, because another step may have gradients there.
+            # The paths of None are included, because other steps may have gradients there.
             numbered = jax.tree_util.tree_unflatten(self.treedef, list(range(len(self.leaves))))
             pairs = jax.tree_util.tree_leaves_with_path(numbered, is_leaf=lambda x: x is None)
             none_paths = [path for path, x in pairs if x is None]
@@ -114,14 +104,11 @@ class FlatTree(NamedTuple):
 def flatten(
     tree: PyTree, argument: str, *, integer_policy: Literal["skip", "error", "measure"] = "skip"
 ) -> FlatTree:
-    """Flattens a tree and finds the leaves to measure.
+    """Flattens a tree of arrays and finds the leaves to measure.
 
-    Args:
-      tree: A pytree of arrays.
-      argument: The name of the tree in messages.
-      integer_policy: If "skip" (the default), integer, bool and PRNG-key leaves are not measured.
-        If "error", they raise an error. If "measure", integer leaves are measured, and bools and
-        PRNG keys raise an error.
+    The integer policy "skip" ignores integer, bool and PRNG-key leaves, and "error" rejects them.
+    "measure" measures integers, and rejects bools and PRNG keys. `argument` names the tree in
+    messages.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
     paths = _unique_paths([path for path, _ in pairs], tree)
@@ -140,11 +127,8 @@ def flatten(
 
 
 def _unique_paths(paths: list[Path], tree: PyTree) -> list[Path]:
-    """Removes boxes from the ends of paths, and numbers equal paths.
-
-    Flax NNX passes variables to `init` and their arrays to `update`, and both must have the same
-    names.
-    """
+    """Removes boxes from the ends of paths, and numbers equal paths."""
+    # Flax NNX passes variables to `init` and their arrays to `update`, and names must be equal.
     value_key = jax.tree_util.GetAttrKey("value")
 
     def is_box(x: Any) -> bool:
@@ -152,29 +136,25 @@ def _unique_paths(paths: list[Path], tree: PyTree) -> list[Path]:
         children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
         return [path for path, _ in children] == [(value_key,)]
 
-    # Finding boxes takes time, so trees without paths that end in `value` skip it.
+    # The condition saves time, because finding boxes is slow.
     if any(path and path[-1] == value_key for path in paths):
         nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
         boxes = {path for path, node in nodes if is_box(node)}
         paths = [path[:-1] if path[:-1] in boxes else path for path in paths]
     if len(set(paths)) == len(paths):
         return paths
-    seen = collections.Counter[Path]()
-    unique = []
+    seen, unique = collections.Counter[Path](), []
     for path in paths:
-        number = seen[path]
+        number = jax.tree_util.GetAttrKey(f"#{seen[path]}")
+        unique.append((*path, number) if seen[path] else path)
         seen[path] += 1
-        unique.append((*path, jax.tree_util.GetAttrKey(f"#{number}")) if number else path)
     return unique
 
 
 def _is_measured(leaf: Any, path: Path, argument: str, integer_policy: str) -> bool:
     dtype = dtype_of(leaf)
     if dtype is None:
-        remedy = (
-            "use eqx.filter(model, eqx.is_inexact_array) for an Equinox model or "
-            "nnx.state(module, nnx.Param) for an NNX module"
-        )
+        remedy = "use eqx.filter(model, eqx.is_inexact_array) or nnx.state(module, nnx.Param)"
         if isinstance(leaf, (Iterator, ValuesView, ItemsView)):
             remedy = "use a list or a dict, because JAX does not support iterators"
         raise TypeError(
@@ -233,7 +213,7 @@ def leaf_name(path: Path) -> str:
 
 
 def is_function(value: Any, tree: PyTree) -> bool:
-    """Returns `True` if `value` is a function, and not a pytree prefix of a callable model."""
+    """Returns `True` for functions, except for callable models of the same type as `tree`."""
     return callable(value) and type(value) is not type(tree)
 
 
@@ -242,29 +222,25 @@ def broadcast_prefix(
 ) -> list[Any]:
     """Returns a value for each measured leaf of a tree.
 
-    Args:
-      value: A pytree prefix of the tree whose leaves are the values, a function of the tree that
-        returns such a prefix, or `fn(path, leaf) -> value` with paths such as `encoder/0/kernel`.
-      flat: The tree.
-      argument: The name of the value in messages.
+    `value` must be a pytree prefix of the tree, a function of the tree that returns such a prefix,
+    or a function `fn(path, leaf) -> value` with paths such as `encoder/0/kernel`.
     """
     if not flat.inexact_indices:
         return []
     if is_function(value, flat.tree()):
-        # Functions with two arguments are called with paths and leaves, and others with the tree.
         if accepts_args(value, "path", None) or not accepts_args(value, "tree"):
             return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.inexact_indices]
         fn_of_tree: Any = value
         value = fn_of_tree(flat.tree())
-    # Positions instead of leaves, because a leaf could be a sparse array, which is a subtree.
+    # Positions instead of leaves, because a sparse array would be a subtree.
     positions = jax.tree_util.tree_unflatten(flat.treedef, list(range(len(flat.leaves))))
     try:
         broadcast = jax.tree.broadcast(value, positions)
     except ValueError:
         raise ValueError(
             f"{argument} must be a pytree prefix of the gradients with "
-            f"{_summarize_tree(positions)}, got {_summarize_tree(value)}; use values for "
-            "all leaves or branches or a function (path, leaf) -> value"
+            f"{_summarize_tree(positions)}, got {_summarize_tree(value)}; use a function "
+            "(path, leaf) -> value"
         ) from None
     values = jax.tree.leaves(broadcast)
     return [values[i] for i in flat.inexact_indices]
@@ -314,8 +290,8 @@ def align_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
         if path not in by_path or jnp.shape(by_path[path]) != shape:
             found = f"shape {jnp.shape(by_path[path])}" if path in by_path else "no such leaf"
             raise ValueError(
-                f"{name}: params must have a leaf '{leaf_name(path)}' of shape {shape} like the "
-                f"updates, got {found}; use the params of these updates"
+                f"{name}: params must have a leaf '{leaf_name(path)}' of shape {shape} to match "
+                f"the updates, got {found}; use the params of these updates"
             )
     return flat.replace_leaves([by_path[flat.paths[i]] for i in flat.inexact_indices])
 
@@ -327,9 +303,9 @@ class Group:
     Attributes:
       names: The name of the group. For an array of groups, the names of all groups, or only the
         name of the leaf if the layout is "dict".
-      leaf_indices: The positions of the leaves of the group among the measured leaves. It is empty
-        if the current tree has none of them.
-      shape: The shape of the norms over all devices, `()` for a single group.
+      leaf_indices: The positions of the group's leaves among the measured leaves. Empty if the
+        current tree contains none of them.
+      shape: The global shape of the norms, `()` for an individual group.
     """
 
     names: tuple[str, ...]
@@ -342,10 +318,10 @@ class Grouping:
     """The groups of a tree, as a static argument of compiled functions.
 
     Attributes:
-      groups: The groups, in an order in which the concatenation of their names is sorted.
-      axes: The axes over which norms are computed, for all measured leaves.
-      layout: The form of norms in the API: "scalar" is a number for the whole tree, "vector" is an
-        array `[names]`, and "dict" contains an array per leaf.
+      groups: The groups, sorted by their names.
+      axes: For each measured leaf, the axes over which norms are computed.
+      layout: How norms are returned: "scalar" for a single norm of the whole tree, "vector" for an
+        array `[names]`, or "dict" for a dict with an array per leaf.
       has_labels: If True, the names are labels from the user.
     """
 
@@ -367,25 +343,19 @@ class Grouping:
         return [bool(group.leaf_indices) for group in self.groups for _ in group.names]
 
     def align_with_state(self, stored: StaticNames, size: int, name: str) -> "Grouping":
-        """Adds empty groups for the stored names that the current tree lacks.
-
-        The state has `size` groups. Its names can be empty after `optax.tree_map_params`.
-        """
+        """Adds empty groups for the `size` stored names that the current tree lacks."""
         if self.layout == "scalar" or (not stored and size == len(self.names)):
             return self
         if not stored and size:
             raise ValueError(
                 f"{name}: state must have the names of its {size} groups, got no names (as after "
-                f"optax.tree_map_params) and updates with {len(self.names)} groups; "
-                f"{RESTORE_NAMES_HINT}"
+                f"optax.tree_map_params); {RESTORE_NAMES_HINT}"
             )
         if len(stored) != size:
             raise ValueError(
                 f"{name}: state must have norms for its {len(stored)} groups, got {size} norms (as "
-                "after init under jax.vmap); use jax.vmap for the update too or start with a new "
-                "state"
+                "after init under jax.vmap); use jax.vmap for the update too"
             )
-        # The state may contain more groups, for example if a step has no gradients for some leaves.
         own = set(self.names)
         if unknown := sorted(own - set(stored)):
             remedy = "initialize the state with all params"
@@ -398,7 +368,7 @@ class Grouping:
                 f"{name}: updates must have the groups of the params that were passed to init, "
                 f"got the new groups {unknown}; {remedy}"
             )
-        # Groups without leaves keep their norms and counters in the state.
+        # Groups without leaves, such as parameters without gradients, keep their state.
         with_shapes = zip(stored, stored.shapes or ((),) * size, strict=True)
         absent = [Group((x,), (), shape) for x, shape in with_shapes if x not in own]
         ordered = tuple(sorted([*self.groups, *absent], key=lambda group: group.names))
@@ -413,18 +383,18 @@ class Grouping:
 
 
 NUM_NORMS_WARNING = 2**24
-"""The arrays for more norms would use much memory compared with the gradients."""
+"""The number of norms above which their memory is large compared with the gradients."""
 
 
 def tree_scope(scope: Callable[[FlatTree], Grouping]) -> Callable[[FlatTree], Grouping]:
-    """Decorates a scope to explain calls with anything but a tree."""
+    """Decorates a scope to reject arguments that are not trees."""
 
     @functools.wraps(scope)
     def scope_fn(flat: FlatTree) -> Grouping:
         if not isinstance(flat, FlatTree):
             raise TypeError(
-                f"a scope must be called with a tree, got {short_repr(flat)}, as if it were a "
-                'schedule; pass static_args=("scope",) to optax.inject_hyperparams'
+                f"a scope must be called with a tree, got {short_repr(flat)}; pass "
+                'static_args=("scope",) to optax.inject_hyperparams'
             )
         return scope(flat)
 
@@ -441,7 +411,6 @@ def warn_if_many_norms(grouping: Grouping, name: str) -> None:
         largest = counts.index(max(counts))
         warn(
             f"{name}: the leaves should have at most {NUM_NORMS_WARNING:,} norms to save memory, "
-            f"got {total:,} norms and {counts[largest]:,} of them for "
-            f"'{grouping.groups[largest].names[0]}'; use axis= for norms over more elements or "
-            "scopes.unit(stacked=...) for leaves that stack layers"
+            f"got {total:,} norms, including {counts[largest]:,} for "
+            f"'{grouping.groups[largest].names[0]}'; use axis= for norms over more elements"
         )

@@ -1,4 +1,4 @@
-"""Shared types: aliases, threshold rules, and the states and records of clipping."""
+"""Shared types: aliases, threshold rules, and the states of clipping."""
 
 import dataclasses
 import sys
@@ -29,8 +29,8 @@ PyTree: TypeAlias = Any
 NormTree: TypeAlias = Any
 """The norms of all groups, float32 or wider.
 
-A scalar for the whole tree. An array `[groups]` in the order of their names for labels and leaves.
-A dict from leaf names to arrays for the scopes `axes` and `unit`.
+A scalar for the whole tree, or an array `[groups]` for labels and leaves, ordered by name. For the
+scopes `axes` and `unit`, a dict from leaf names to arrays.
 """
 
 Path: TypeAlias = tuple[Any, ...]
@@ -52,20 +52,21 @@ class Thresholds(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ThresholdRule:
-    """A threshold rule: an `(init, update)` pair, as in Optax.
+    """An `(init, update)` pair that computes thresholds from norms.
 
-    A rule receives the norms of all groups in an array, `[]` for the scope `tree` and `[groups]`
-    for other scopes. Groups without leaves in the current step have the norm NaN. The rule returns
-    thresholds of the same shape.
+    A rule receives the norms of all groups as an array, `[]` for the scope `tree` and `[groups]`
+    for other scopes, and returns thresholds of the same shape. Groups without leaves on the current
+    step have the norm NaN.
 
-    Plain functions are wrapped in `jax.tree_util.Partial`. Therefore, a rule is a pytree whose
-    numbers are traced, and a new threshold does not recompile anything.
+    Plain functions are wrapped in `jax.tree_util.Partial`, so a rule is a pytree whose numbers are
+    traced, and a new threshold does not recompile anything.
 
     Attributes:
       init: `init(norms) -> state`, where `norms` are zeros with the shape and dtype of the norms.
         The structure of the state must not depend on this shape.
       update: `update(norms, state, param_norms) -> (Thresholds, state)`.
-      uses_params: If True, `update` uses the norms of the parameters, which are None by default.
+      uses_params: If True, `update` receives the norms of the parameters, which are None by
+        default.
     """
 
     init: Callable[[Array], PyTree]
@@ -73,7 +74,7 @@ class ThresholdRule:
     uses_params: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def as_pytree(self) -> "ThresholdRule":
-        """Wraps plain functions, to use the rule as an argument under `jit`."""
+        """Wraps plain functions, so the rule can be an argument under `jit`."""
         init, update = (
             fn if isinstance(fn, Partial) else Partial(fn) for fn in (self.init, self.update)
         )
@@ -82,21 +83,20 @@ class ThresholdRule:
 
 @register_state
 class ClipInfo(NamedTuple):
-    """The results of clipping at the last step.
+    """The results of the most recent clipping step.
 
     All arrays are `[]` for the scope `tree`, and `[names]` for other scopes, with one element per
-    group. However, scopes with very many groups (`axes`, `unit`) only have one element per leaf. It
-    contains the norm, threshold and factor of the group with the largest ratio of norm to
-    threshold. Note that `clip_tree` returns float64 instead of float32 for trees with float64
-    leaves.
+    group. The scopes `axes` and `unit`, which can have very many groups, have one element per leaf,
+    from the group with the largest ratio of norm to threshold. Note that `clip_tree` returns
+    float64 instead of float32 for trees with float64 leaves.
 
     Attributes:
-      name: The name of the transformation, as a tuple of length one.
-      names: The names of the elements in order. Like `name`, they are part of the structure.
+      name: The name of the transformation, as a tuple of length one. It is static, like `names`.
+      names: The names of the elements, in order.
       norm: float32, the norm before clipping.
       threshold: float32, the norm above which the group is clipped.
       factor: float32, the factor by which the group was multiplied.
-      fraction: float32, the fraction of groups above their threshold at this step.
+      fraction: float32, the fraction of groups above their thresholds on this step.
       num_clipped: int32, the number of steps with a group above its threshold.
       num_nonfinite: int32, the number of steps with a non-finite group.
     """
@@ -116,9 +116,9 @@ class ClipState(NamedTuple):
     """The state of a clipping transformation.
 
     Attributes:
-      steps: int32[], the number of steps.
+      steps: int32[], the number of steps so far.
       rule: The state of the threshold rule.
-      info: The results of the last step.
+      info: The results of the most recent step.
     """
 
     NEEDS_OPTIMIZER = True

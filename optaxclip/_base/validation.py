@@ -1,4 +1,4 @@
-"""Checks arguments of public functions and explains wrong calls."""
+"""Checks arguments of public functions and explains incorrect calls."""
 
 import difflib
 import functools
@@ -35,8 +35,8 @@ def validate_call(
     """Decorates a function to explain calls that do not match its signature.
 
     Args:
-      transformation: If True, the function makes a transformation. If a call with gradients fails,
-        the message explains how to use a transformation.
+      transformation: If True, the function returns a transformation, and the message for a failed
+        call with gradients explains how to use it.
       one_shot_call: The call that clips gradients once, for this message.
       too_many_hint: The end of the message about too many positional arguments.
       replacements: The arguments to use instead of keywords of other libraries.
@@ -56,7 +56,7 @@ def validate_call(
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 once = f"{one_shot_call} or " * bool(one_shot_call)
                 raise kind(
-                    f"{error}. {fn.__name__} makes a transformation. To clip gradients, use "
+                    f"{error}. {fn.__name__} returns a transformation. To clip gradients, use "
                     f"{once}tx = {fn.__name__}(...) with tx.update(grads, state, params)"
                 ) from None
 
@@ -85,7 +85,7 @@ def _check_call(
     accepted = [p.name for p in named]
     positional = [p.name for p in named if p.kind != p.KEYWORD_ONLY]
     keyword_only = accepted[len(positional) :]
-    # A number is probably a threshold. However, methods with adaptive thresholds do not accept it.
+    # A number is probably a threshold, but methods with adaptive thresholds do not accept one.
     if args and not positional:
         hint = f"pass by name {keyword_only}"
         value = args[0]
@@ -107,7 +107,7 @@ def _check_call(
             f"{name}() accepts the positional arguments {positional}, got {len(args)}; pass by "
             f"name {keyword_only}{too_many_hint}"
         )
-    # There are no unexpected arguments, so arguments are missing or passed twice.
+    # The remaining mistakes are missing arguments and arguments that are passed twice.
     required = [p.name for p in named if p.default is p.empty]
     passed = {*positional[: len(args)], *kwargs}
     missing = [argument for argument in required if argument not in passed]
@@ -116,8 +116,7 @@ def _check_call(
         raise TypeError(f"{name}() got multiple values for {twice}; pass one value")
     hint = f"call {name}({', '.join(required)})"
     if "inner" in required:
-        inner_call = f"{name}({', '.join(['optax.adam(1e-3)', *required[1:]])})"
-        hint = f"wrap the optimizer as in {inner_call}"
+        hint = f"call {name}({', '.join(['optax.adam(1e-3)', *required[1:]])})"
     raise TypeError(f"{name}() requires {missing}; {hint}")
 
 
@@ -130,7 +129,6 @@ def has_float_arrays(value: Any) -> bool:
 
 
 _THRESHOLDS = ("max_norm", "threshold", "clipping", "max_delta", "c", "tau")
-"""The arguments of this package that are thresholds."""
 _FOREIGN_THRESHOLD_NAMES = (
     *("clip", "clip_norm", "clip_threshold", "clip_value", "clipnorm", "clipvalue", "grad_clip"),
     *("global_clipnorm", "gradient_clip_val", "l2_norm_clip", "max_grad_norm", "max_value"),
@@ -139,11 +137,11 @@ _FOREIGN_THRESHOLD_NAMES = (
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name with a suggestion, or an empty string."""
+    """Returns a suggestion for an unknown name to end a message with, or an empty string."""
     names = list(names)
     similar = difflib.get_close_matches(name, names, n=1)
     if name in _THRESHOLDS or name in _FOREIGN_THRESHOLD_NAMES:
-        # Names of thresholds in other libraries may have a different spelling.
+        # Thresholds in other libraries may have dissimilar names.
         similar = [x for x in names if x in _THRESHOLDS] or similar
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
@@ -155,7 +153,7 @@ def short_repr(value: Any) -> str:
 
 
 def chain_hint(value: Any) -> str:
-    """Returns the end of a message about a transformation that is passed as another argument."""
+    """Returns the end of a message about a transformation passed as a different argument."""
     is_transformation = hasattr(value, "init") and hasattr(value, "update")
     return "; combine transformations by optax.chain(clip, optimizer)" if is_transformation else ""
 
@@ -196,10 +194,7 @@ def check_int(value: Any, minimum: int, argument: str) -> int:
 
 
 def check_int_or_scalar(value: Any, argument: str, minimum: int = 1) -> Any:
-    """Checks that `value` is an int, or an integer scalar of JAX, that is at least `minimum`.
-
-    Traced values are not compared with `minimum`.
-    """
+    """Checks that `value` is an int or an integer scalar, and at least `minimum` unless traced."""
     if not isinstance(value, jax.Array):
         # Larger numbers act like infinity and do not fit into the int32 counters of states.
         return min(check_int(value, minimum, argument), 2**31 - 1)
@@ -244,7 +239,7 @@ def normalize_axis_names(axis_name: Any) -> tuple[str, ...] | None:
 
 
 def check_static(value: Any, argument: str) -> None:
-    """Checks that an argument on which the compiled program depends is not a JAX array."""
+    """Checks that an argument that the compiled program depends on is not a JAX array."""
     if isinstance(value, jax.Array):
         raise TypeError(
             f"{argument} must not be a JAX array, got {value!r}; use static_args=({argument!r},) "
@@ -253,17 +248,13 @@ def check_static(value: Any, argument: str) -> None:
 
 
 def is_uncalled_factory(value: Any, package: str) -> bool:
-    """Returns `True` for functions of this package that must be called first."""
+    """Returns `True` for functions of a package that must be called first."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", ".")
     return isinstance(module, str) and f"{module}.".startswith(f"{package}.") and "." not in name
 
 
 def check_called(value: Any, package: str, argument: str, namespace: str) -> None:
-    """Checks that a value is not a function of a package that must be called first.
-
-    `package` is an internal name such as `optaxclip.transforms`, and `namespace` is the public name
-    such as `optaxclip`.
-    """
+    """Checks that a value is not a function of a package that must be called first."""
     if is_uncalled_factory(value, package):
         name = getattr(value, "__name__", "")
         raise TypeError(

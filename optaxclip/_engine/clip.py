@@ -1,18 +1,7 @@
-"""Clipping by norms: a scope, a norm, a threshold rule, a response and a non-finite policy.
+"""Clipping by norms: a scope, a norm, a threshold rule, a response, and a non-finite policy.
 
 `clip_by` and `clip_tree` are the API. `run_clip` checks a step, and `_clip_step` runs its stages on
 arrays: measure, threshold, respond, scale, record.
-
-For example, `clip_by` can express three published methods:
-
-  Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) uses the norm of the
-  whole tree. Adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) clips the norms of
-  units to a fraction of the norms of their parameters. Adafactor's update clipping (Shazeer and
-  Stern, 2018, arXiv 1804.04235) uses the root mean square of leaves::
-
-    clip_by(scopes.tree(), 1.0)
-    clip_by(scopes.unit(), thresholds.relative_to_params(0.01, eps=1e-3))
-    clip_by(scopes.leaf(), 1.0, norm="rms")
 """
 
 import dataclasses
@@ -81,27 +70,26 @@ def clip_by(
 ) -> Transformation[ClipState]:
     """Clips groups of elements by any norm and threshold.
 
-    The following guarantees apply to all scopes, norms and thresholds. Norms are summed in float32
-    or wider, and no square overflows or underflows. A group at or below its threshold is returned
-    unchanged. The new norm of other groups is the threshold up to rounding. Use `strict=True` if it
-    must never exceed the threshold. Dtypes, weak types, shapes and the tree structure are
-    unchanged. The value and its derivatives are finite for finite gradients. `None`, integer, bool,
-    `float0` and PRNG-key leaves are returned unchanged and ignored in norms.
+    All scopes, norms, and thresholds have the following guarantees. Norms are summed in float32 or
+    wider, and no square overflows or underflows. A group at or below its threshold is returned
+    unchanged. The new norm of other groups is the threshold up to rounding, or at most the
+    threshold if `strict=True`. Dtypes, weak types, shapes, and the tree structure are unchanged.
+    The value and its derivatives are finite for finite gradients. `None`, integer, bool, `float0`,
+    and PRNG-key leaves are returned unchanged and ignored in norms.
 
     Args:
       scope: The groups of elements that share a norm, from `optaxclip.scopes`. Because a scope is a
-        function but not a schedule, `optax.inject_hyperparams` must get `static_args=("scope",)`.
-      threshold: A number, a scalar array (traced or not), a schedule `count -> threshold`, or a
-        rule from `optaxclip.thresholds`. You can also use a dict from the names of all groups to
-        such thresholds. Note that inside `optax.masked` or `optax.partition`, the dict may contain
-        names of groups of other leaves.
+        function but not a schedule, `optax.inject_hyperparams` requires `static_args=("scope",)`.
+      threshold: A number, a scalar array (traced or not), a schedule `count -> threshold`, a rule
+        from `optaxclip.thresholds`, or a dict from the names of all groups to such thresholds.
+        Inside `optax.masked` or `optax.partition`, the dict may contain groups of other leaves.
       response: "clip" (the default), "normalize", "smooth", "auto_s", "band", or a function. See
         `optaxclip.responses`.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Returns:
       A transformation with a `ClipState`. If the threshold does not depend on earlier steps, you
-      can also pass None as the state, and the update uses a new state.
+      can also pass None as the state.
 
     Raises:
       ValueError: If a name is unknown, or if a threshold is negative, NaN or not a scalar. Also
@@ -124,10 +112,7 @@ def clip_by(
 
 @dataclasses.dataclass(frozen=True)
 class ClipMethod:
-    """The steps that differ between clipping methods, by default those of norms and multipliers.
-
-    Instances must be hashable, because they are static.
-    """
+    """The static parts of a step that differ between clipping methods."""
 
     names_leaves: ClassVar[bool] = False
     """If True, `compute_norms` needs the names of the leaves for messages."""
@@ -142,11 +127,7 @@ class ClipMethod:
         return by
 
     def apply(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
-        """Changes a leaf.
-
-        The first axis of `columns` stacks the arrays from `leaf_operands`. It is followed by the
-        axes of the leaf without `axes`.
-        """
+        """Changes a leaf by `columns`, the operands `[operands, *kept axes of the leaf]`."""
         zeroes = options.nonfinite == "zero"
         return scale(leaf, columns, axes=axes, strict=options.strict, zero_nonfinite=zeroes)
 
@@ -202,7 +183,7 @@ def fresh_if_none(state: Any, init: Callable[[PyTree], Any], updates: PyTree) ->
     """Replaces None by a new state, unless the threshold depends on earlier steps."""
     if state is not None:
         return state
-    # Messages about leaves must name the updates. However, `init` would name them the params.
+    # Flattened here, because messages of `init` about leaves would name the params.
     fresh = init(flatten(updates, "updates").tree())
     return None if jax.tree.leaves(fresh.rule) else fresh
 
@@ -251,8 +232,8 @@ def clip_tree(
 
     Args:
       tree: A pytree of floating-point or complex arrays. Other leaves are returned unchanged.
-      thresholds: A threshold as in `clip_by`. Rules act as in their first step. You can also use
-        an `optaxclip.Thresholds`, with a norm above which to clip and a norm to reach.
+      thresholds: A threshold as in `clip_by`, where rules act as on their first step, or an
+        `optaxclip.Thresholds`, with a norm above which to clip and a norm to reach.
       scope: The groups of elements that share a norm, as in `clip_by`.
       params: The parameters, for thresholds that are relative to them.
       norm: The norm of a group. Defaults to the L2 norm.
@@ -260,8 +241,7 @@ def clip_tree(
       nonfinite: The policy for non-finite groups. Defaults to "nan".
       strict: If True, no result exceeds its threshold, not even by a rounding error. Defaults to
         False.
-      use_norm: The norm of the whole tree, which is then not computed. Note that it is only used
-        with the scope `tree`.
+      use_norm: The norm of the whole tree, which is then not computed. Other scopes ignore it.
       axis_name: The names of mapped axes, as in `clip_by`.
       specs: The sharding of the leaves, as in `clip_by`.
       name: The name of the operation in messages.
@@ -280,27 +260,17 @@ def clip_tree(
       >>> print(tree[0], info.norm)
       [0.6 0.8] 5.0
     """
-    # JAX does not compute with arrays in different memories.
+    # JAX does not compute with arrays in different memory spaces.
     (tree, params), back = move_to_device_memory(tree, params)
     flat = flatten(tree, "tree")
-    options = Options.create(
-        norm=norm,
-        response=response,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    given = {"norm": norm, "response": response, "nonfinite": nonfinite, "strict": strict}
+    options = Options.create(**given, axis_name=axis_name, specs=specs, name=name)
     plan = make_plan(flat, resolve_scope(scope), options)
     if isinstance(thresholds, Thresholds):
-        # Arrays in the layout of the scope, as returned by `group_norms`.
-        trigger, target = map(plan.pack_layout, thresholds)
-        rule = fixed(Thresholds(trigger, target))
+        rule = fixed(Thresholds(*map(plan.pack_layout, thresholds)))
     else:
         rule = resolve_rule(check_threshold(thresholds, "thresholds"), plan.get_named_shapes())
-    # With "mask", the norm without non-finite elements is needed.
-    known_norm = None
+    known_norm = None  # The policy "mask" uses the norm without non-finite elements.
     if use_norm is not None and plan.grouping.layout == "scalar" and nonfinite != "mask":
         known_norm = _check_known_norm(use_norm, "use_norm", options)
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.inexact_leaves())
@@ -349,10 +319,7 @@ def run_clip(
     options: Options,
     method: ClipMethod = NORM_CLIP,
 ) -> tuple[PyTree, ClipState]:
-    """Returns the clipped tree and the next state, without a record if `state.info` is None.
-
-    Norms are computed unless `known_norm` is used.
-    """
+    """Returns the clipped tree and the next state, without a record if `state.info` is None."""
     params = params_if_needed(rule, params, options.name)
     param_leaves, param_plan = None, plan
     if params is not None:
@@ -360,20 +327,11 @@ def run_clip(
     raises = options.nonfinite == "error"
     if raises or method.names_leaves:
         plan = dataclasses.replace(plan, leaf_names=tuple(flat.names()))
-    # The policy "error" is not compiled in eager mode, because `checkify.check` can raise errors in
-    # eager mode but not inside a compiled call.
+    # In eager mode, `checkify.check` can only raise errors outside compiled calls.
     step = _clip_step_uncompiled if raises else _clip_step_compiled
-    new, state = step(
-        flat.inexact_leaves(),
-        param_leaves,
-        rule,
-        state,
-        known_norm,
-        plan=plan,
-        param_plan=param_plan,
-        options=options,
-        method=method,
-    )
+    operands = (flat.inexact_leaves(), param_leaves, rule, state, known_norm)
+    static: dict[str, Any] = {"plan": plan, "param_plan": param_plan, "options": options}
+    new, state = step(*operands, **static, method=method)
     return flat.unflatten(new), state
 
 
@@ -392,7 +350,6 @@ def _clip_step(
     """Runs the stages of a step: measure, threshold, respond, scale, record."""
     leaves, bad, param_norms = as_arrays(leaves), None, None
     if param_leaves is not None:
-        # The shardings of parameters can differ from those of updates.
         param_norms = measure(as_arrays(param_leaves), param_plan, options.norm).norm  # f32[groups]
     if options.nonfinite == "mask":
         leaves, bad = mask_nonfinite(leaves, plan)

@@ -3,11 +3,11 @@
   leaves [...] (floating-point, complex or `BCOO`), Plan  ->  ScaledNorms f32[groups]
                                                           ->  counts u32[names, 2, counts]
 
-Norms are computed over the whole range of the dtype, but powers of elements leave the range of
-float32 long before norms do. Therefore, a single pass over a leaf sums its powers at several scales
-on accelerators, and the sum that neither overflowed nor underflowed is used. On CPUs, a float32
-norm uses a single sum in float64, which covers the range of all scales. The sums are then added
-over the leaves of the groups, and over all devices in a single collective. There is no branch.
+Powers of elements leave the range of float32 long before norms do. Therefore, accelerators sum the
+powers of a leaf at several scales in a single pass, and use the sum that neither overflowed nor
+underflowed. On CPUs, a float32 norm uses a single sum in float64, which covers the range of all
+scales. The sums are then added over the leaves of the groups, and over all devices in a single
+collective. There is no branch.
 """
 
 import dataclasses
@@ -77,14 +77,11 @@ class ScaledNorms(NamedTuple):
     def from_float64(cls, norm: Array, *, from_above: bool) -> "ScaledNorms":
         """Converts norms from float64 to float32, with upper bounds if `from_above`."""
         tiny, is_zero = float(jnp.finfo(jnp.float32).tiny), norm == 0
-        scale = select(is_zero, 1, lax.clamp(tiny, floor_pow2_unclamped(norm), 1 / tiny)).astype(
-            jnp.float32
-        )
-        # A product instead of a division, because `checkify` compares divisors with 0, which causes
-        # a warning about float64 (as of JAX 0.10.2).
+        scale = select(is_zero, 1, lax.clamp(tiny, floor_pow2_unclamped(norm), 1 / tiny))
+        scale = scale.astype(jnp.float32)
+        # `checkify` warns about a division in float64 (as of JAX 0.10.2), so this is a product.
         mantissa = norm * reciprocal_pow2(scale).astype(norm.dtype)
-        # Norms that are 0 or non-finite are never used as divisors. However, derivatives are
-        # multiplied by their reciprocals, so they are replaced by 1.
+        # Norms that are 0 or non-finite become 1, because derivatives use the reciprocal.
         exact = select(is_zero | ~lax.is_finite(mantissa), 1, mantissa)
         nearest = divisor = exact.astype(jnp.float32)
         if from_above:
@@ -94,7 +91,7 @@ class ScaledNorms(NamedTuple):
 
     @property
     def norm(self) -> Array:
-        """The norms, clamped to the finite numbers of the dtype if they are finite."""
+        """The norms. Finite norms are clamped to the finite numbers of the dtype."""
         return self._times_scale(self.mantissa)
 
     @property
@@ -112,10 +109,7 @@ class ScaledNorms(NamedTuple):
 
 
 def measure(leaves: list[Any], plan: Plan, norm: Norm, *, from_above: bool = False) -> ScaledNorms:
-    """Computes the norms of all groups over all devices, in float64 for 64-bit leaves.
-
-    If `from_above` is True, the norms also have upper bounds, which are valid despite rounding.
-    """
+    """Computes the norms of all groups over all devices, with upper bounds if `from_above`."""
     dtype = norm_dtype([leaf.dtype for leaf in leaves])
     if leaves:
         with_axes = zip(leaves, plan.grouping.axes, strict=True)
@@ -206,10 +200,9 @@ def compute_group_histograms(leaves: list[Any], plan: Plan, *, wide: bool) -> Ar
         for leaf, axes in zip(leaves, grouping.axes, strict=True):
             x, over = dense_values(leaf, axes, dtype)
             size = math.prod([np.shape(leaf)[axis] for axis in axes])
-            counts = exponent_counts.counts_by_size(  # u32[..., 2, counts]
-                x, over, size, wide=wide, in_one_piece=in_one_piece
-            )
-            parts.append((counts,))
+            options = {"wide": wide, "in_one_piece": in_one_piece}
+            counts = exponent_counts.counts_by_size(x, over, size, **options)
+            parts.append((counts,))  # u32[..., 2, counts]
         (totals,) = plan.reduce_groups(parts, add=exponent_counts.propagate_carry)
         return lax.reshape(totals, shape)
 
@@ -236,11 +229,8 @@ class _NormFn(NamedTuple):
     from_above: bool = False
 
     def differentiable(self) -> Callable[[list[Array]], ScaledNorms]:
-        """Returns `compute` with a rule that differentiates plain sums or maxima.
-
-        JAX can differentiate plain sums in both modes on all platforms. Their elements are divided
-        by constant powers of two near the norms, to keep the derivatives of powers in range.
-        """
+        """Returns `compute` with a rule that differentiates plain sums or maxima."""
+        # Elements are divided by powers of two near the norms, to keep derivatives in range.
         compute = custom_jvp()(self.compute)
 
         @compute.defjvp
@@ -261,11 +251,8 @@ class _NormFn(NamedTuple):
     def compute(self, leaves: list[Array]) -> ScaledNorms:
         """Computes the norms with the fastest method of the platform."""
         # There is no dtype wider than float64, and maxima do not need scales.
-        if (
-            self.dtype != jnp.float32
-            or self.norm.is_max
-            or self.norm.degree not in PRESCALED_DEGREES
-        ):
+        is_sum = not self.norm.is_max and self.norm.degree in PRESCALED_DEGREES
+        if self.dtype != jnp.float32 or not is_sum:
             return self.compute_in_own_dtype(leaves)
         in_one_piece = self.plan.placement.is_unsharded
         whole = reductions.is_full_local_reduction(leaves, self.axes, in_one_piece=in_one_piece)
@@ -298,8 +285,8 @@ class _NormFn(NamedTuple):
         ]
         totals = self.plan.reduce_groups(sums)  # For each scale f32[groups].
         if self.plan.grouping.layout != "scalar":
-            # The barrier makes XLA on GPUs store the sums. Otherwise, XLA concatenates them again
-            # for all of their uses (as of JAX 0.10.2).
+            # Without the barrier, XLA on GPUs concatenates the sums again for all of their uses (as
+            # of JAX 0.10.2).
             totals = lax.optimization_barrier(totals)
         total, unit = select_in_range(totals)
         return ScaledNorms.from_value(self.finalize(total), unit)
@@ -319,7 +306,7 @@ class _NormFn(NamedTuple):
 
     def compute_max(self, leaves: list[Array]) -> ScaledNorms:
         """Computes the largest absolute values."""
-        # The modulus of a finite complex element may overflow, but half of it does not.
+        # The absolute value of a finite complex element may overflow, but half of it does not.
         unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 1.0
         bits = [
             (reductions.max_abs_bits(x, by=1 / unit, axes=axes, dtype=self.dtype),)
@@ -341,15 +328,14 @@ class _NormFn(NamedTuple):
     def finalize(self, total: Array) -> Array:
         """Computes the norms from sums of powers, or from the largest absolute values."""
         sizes = [n if static_size_or_none(n) is None else float(max(n, 1)) for n in self.sizes]
-        return self.norm.finalize(
-            total, _as_constant(self.plan.broadcast_constants(sizes), total.dtype)
-        )
+        constants = _as_constant(self.plan.broadcast_constants(sizes), total.dtype)
+        return self.norm.finalize(total, constants)
 
     def slack(self, leaves: list[Array]) -> Any:
         """Bounds the relative error of the norms by a number, or by an array `[groups]`."""
         eps, degree = float(jnp.finfo(self.dtype).eps), self.norm.degree
         if self.norm.is_max:
-            # The modulus of complex numbers is rounded, and the absolute value of reals is exact.
+            # The absolute values of complex numbers are rounded, unlike those of real numbers.
             is_rounded = any(map(jnp.iscomplexobj, leaves))
             bounds = [2 * eps if is_rounded else 0.0] * len(self.sizes)
         else:
@@ -358,11 +344,7 @@ class _NormFn(NamedTuple):
 
 
 def select_in_range(totals: reductions.ScaledSums) -> tuple[Array, Array]:
-    """Selects the sums at a scale without overflow or lost summands.
-
-    Returns the sums and powers of two, both f32[groups]. Norms that are computed from these sums
-    must be multiplied by the powers.
-    """
+    """Returns sums without overflow or lost summands, and powers of two to multiply norms by."""
     plain, *others = totals
     if not others:
         return plain, jnp.ones_like(plain)

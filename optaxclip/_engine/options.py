@@ -1,4 +1,4 @@
-"""Keyword options that transformations share: documentation and checks."""
+"""Checks and documents the keyword options that transformations share."""
 
 import dataclasses
 import functools
@@ -25,13 +25,13 @@ class ShardingOptions(TypedDict, total=False):
     """Options of all transformations that compute norms.
 
     Attributes:
-      axis_name: Inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
+      axis_name: Inside `pmap`, `vmap(axis_name=)`, and `shard_map(check_vma=False)`, the names of
         the mapped axes over which all leaves are sharded. Inside `shard_map(check_vma=True)`, norms
-        are shared along all axes over which a leaf varies. You can then use `axis_name` to share
-        norms along some of these axes only, if devices along other axes have separate gradients.
+        are shared along all axes over which a leaf varies, or only along the axes in `axis_name`,
+        if devices along other axes have separate gradients.
       specs: The sharding of the leaves if their types do not contain it: a pytree prefix of the
         gradients with `PartitionSpec`s or `NamedSharding`s. Use `PartitionSpec()` for replicated
-        leaves. You can also use `specs` under `jit` to compute the norm with a single collective,
+        leaves. Under `jit`, you can use `specs` to compute the norm with a single collective,
         because the compiler may use several by default.
       name: The name of the transformation in messages and in `optaxclip.monitor`. Defaults to the
         name of the function.
@@ -43,16 +43,16 @@ class ShardingOptions(TypedDict, total=False):
 
 
 class TransformOptions(ShardingOptions, total=False):
-    """Options of all stages of a chain: those of `ShardingOptions`, and two more.
+    """Options of all stages of a chain: `ShardingOptions`, `nonfinite`, and `record`.
 
     Attributes:
-      nonfinite: The policy for groups with a non-finite norm: "nan" (all NaN), "zero" (all 0),
-        "mask" (non-finite elements 0, then clipped), or "error" (a `checkify` error with the names
-        of the leaves). Defaults to "nan". Under `jit`, "error" must be used with
-        `error, out = jax.jit(checkify.checkify(step))(*args)` and `error.throw()`. Note that
-        thresholds never use non-finite norms.
-      record: If True (the default), the state contains a record of the last step. If False, the
-        state is an `optax.EmptyState`, and any state is accepted and returned unchanged. Note that
+      nonfinite: The policy for groups with a non-finite norm: "nan" (set the group to NaN), "zero"
+        (set it to 0), "mask" (set non-finite elements to 0, then clip), or "error" (raise a
+        `checkify` error with the names of the leaves). Defaults to "nan". Under `jit`, "error"
+        requires `error, out = jax.jit(checkify.checkify(step))(*args)` and `error.throw()`.
+        Thresholds never use non-finite norms.
+      record: If True (the default), the state contains a record of the most recent step. If False,
+        the state is an `optax.EmptyState`, and any state is accepted and returned unchanged.
         `record=False` is an error if the threshold depends on earlier steps.
     """
 
@@ -61,7 +61,7 @@ class TransformOptions(ShardingOptions, total=False):
 
 
 class RescaleOptions(TransformOptions, total=False):
-    """Options of transformations that scale groups: those of `TransformOptions`, and `strict`.
+    """Options of transformations that scale groups: `TransformOptions` and `strict`.
 
     Attributes:
       strict: If True, no result exceeds its threshold, not even by a rounding error. Defaults to
@@ -72,7 +72,7 @@ class RescaleOptions(TransformOptions, total=False):
 
 
 class NormOptions(RescaleOptions, total=False):
-    """Options of transformations that support all norms: those of `RescaleOptions`, and `norm`.
+    """Options of transformations that support all norms: `RescaleOptions` and `norm`.
 
     Attributes:
       norm: "l2" (the default), "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from
@@ -83,16 +83,18 @@ class NormOptions(RescaleOptions, total=False):
 
 
 class ClipOptions(NormOptions, total=False):
-    """Options of transformations of the whole tree: those of `NormOptions`, and `known_norm`.
+    """Options of transformations of the whole tree: `NormOptions` and `known_norm`.
 
     Attributes:
-      known_norm: The name of an extra argument of the update that contains the norm of the incoming
-        tree, such as "grad_norm". The norm is then not computed. Defaults to None. Note that it
-        must be the norm after all previous stages of the chain that change the gradients.
+      known_norm: The name of an extra argument of `update` with the norm of the incoming tree, such
+        as "grad_norm". The norm is then not computed. Defaults to None. If earlier stages of the
+        chain change the gradients, it must be the norm after these stages.
     """
 
     known_norm: str | None
 
+
+_OPTION_CLASSES = (ShardingOptions, TransformOptions, RescaleOptions, NormOptions, ClipOptions)
 
 _DEFAULTS: dict[str, Any] = {
     "norm": "l2",
@@ -109,8 +111,8 @@ _DEFAULTS: dict[str, Any] = {
 class Options:
     """The checked options of a transformation, see `ClipOptions`.
 
-    They are static under `jit`. Comparisons ignore `axis_names` and `specs`, because steps also
-    receive the `LeafShardings` that follow from them, and because `specs` can be a dict.
+    They are static under `jit`. Comparisons ignore `axis_names` and `specs`, because `specs` can be
+    a dict, and steps also receive the `LeafShardings` that follow from them.
     """
 
     norm: Norm
@@ -137,13 +139,12 @@ class Options:
         known_norm = chosen["known_norm"]
         if known_norm is not None and not isinstance(known_norm, str):
             raise TypeError(
-                "known_norm must be the name of an extra argument of the update, such as "
-                f"'grad_norm', got {known_norm!r}"
+                f"known_norm must be the name of an extra argument of update, got {known_norm!r}"
             )
         if known_norm is not None and chosen["nonfinite"] == "mask":
             raise ValueError(
-                f"known_norm must be None with nonfinite='mask', got {known_norm!r}; use another "
-                "policy, because masking changes norms"
+                f"known_norm must be None with nonfinite='mask', got {known_norm!r}; use "
+                "nonfinite='zero'"
             )
         return cls(
             norm=as_norm(chosen["norm"]),
@@ -169,12 +170,7 @@ _DEFAULT_SECTIONS = {
 
 
 def document_options(options: type) -> Callable[[Function], Function]:
-    """Decorates a function with `**options` to show the options in its signature and docstring.
-
-    `optax.inject_hyperparams` uses this signature. If the docstring has no "Returns" or "Raises",
-    the sections that most transformations share are added. The option `name` defaults to the name
-    of the function.
-    """
+    """Decorates a function with `**options` to show them in its signature and docstring."""
 
     def decorate(fn: Function) -> Function:
         # The hints of a TypedDict include those of its parents.
@@ -193,6 +189,7 @@ def document_options(options: type) -> Callable[[Function], Function]:
         ]
         named = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
         decorated: Any = call
+        # `optax.inject_hyperparams` uses this signature.
         decorated.__signature__ = own.replace(parameters=[*named, *shared])
         if fn.__doc__:  # It is None under `python -OO`.
             sections = _DEFAULT_SECTIONS if "nonfinite" in hints else {}
@@ -202,13 +199,7 @@ def document_options(options: type) -> Callable[[Function], Function]:
             _, _, after = rest.partition("\n\n")
             # The docstrings of the classes above contain the lines about the options.
             lines: dict[str, str] = {}
-            for kind in (
-                ShardingOptions,
-                TransformOptions,
-                RescaleOptions,
-                NormOptions,
-                ClipOptions,
-            ):
+            for kind in _OPTION_CLASSES:
                 name = ""  # A line with less indentation starts the next option.
                 _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
                 for line in section.splitlines():

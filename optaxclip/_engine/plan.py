@@ -1,7 +1,7 @@
 """Plans: the groups of a step, the shardings of leaves, and the order in which norms are stored.
 
 Plans are static. The norms of all groups are stored in a single array, and so are thresholds and
-factors. Therefore, operations on them are compiled once and only use a few kernels.
+factors. Therefore, operations on them are compiled once and use only a few kernels.
 """
 
 import dataclasses
@@ -79,22 +79,15 @@ class Plan:
         use_max: bool = False,
         add: Callable[[Array], Array] | None = None,
     ) -> ScaledSums:
-        """Sums over the leaves of the groups, and then over devices.
-
-        Args:
-          parts: The sums of the leaves, for all scales.
-          use_max: If True, computes maxima instead of sums.
-          add: A function that sums along the first axis. Defaults to `lax.reduce_sum`.
-        """
+        """Sums over the leaves of the groups and over devices, or computes the maxima."""
         groups = self.grouping.groups
         shapes = self.grouping.broadcast_to_leaves([group.shape for group in groups])
         parts = self.placement.local_sums(parts, shapes, use_max=use_max)  # of this device
-        # A tree without leaves has a single empty sum.
         like = parts[0] if parts else (jnp.zeros(()),)
 
         def reduce_group(group: Group, k: int) -> Array:
             if not group.leaf_indices:
-                return jnp.zeros(group.shape, like[k].dtype)  # No leaf in this step.
+                return jnp.zeros(group.shape, like[k].dtype)  # No leaf on this step.
             if len(group.leaf_indices) == 1:
                 return parts[group.leaf_indices[0]][k]
             # A single operation, because XLA repeats a chain of additions for all uses of its
@@ -111,10 +104,7 @@ class Plan:
         return tuple(sums)
 
     def slice_for_leaves(self, packed: Array, leaves: Sequence[Any]) -> list[Array]:
-        """Returns the parts of `packed` for the measured leaves, or for their shards.
-
-        Axes before the axis of groups are kept.
-        """
+        """Returns the parts of `[..., groups]` for the measured leaves, or for their shards."""
         by_leaf = self.grouping.broadcast_to_leaves(self.unpack(packed))  # [..., *group.shape]
         return self.placement.local_slices(by_leaf, leaves, self.grouping.axes)
 
@@ -137,7 +127,7 @@ class Plan:
         return jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, float), n) for x, n in with_sizes])
 
     def has_leaves(self) -> Array:
-        """Returns the groups with leaves in this step as `bool[groups]`, or True for a scalar."""
+        """Returns the groups with leaves on this step as `bool[groups]`, or True for a scalar."""
         groups, is_tree = self.grouping.groups, self.grouping.layout == "scalar"
         return self.pack([jnp.full(x.shape, bool(x.leaf_indices) or is_tree) for x in groups])
 
@@ -159,10 +149,7 @@ def make_plan(
     state_names: StaticNames | None = None,
     size: int = 0,
 ) -> Plan:
-    """Makes the plan of a tree, with empty groups for names in the state that the tree lacks.
-
-    If there is a state, `state_names` must be the names of its groups, and `size` their number.
-    """
+    """Makes the plan of a tree, with empty groups for names in the state that the tree lacks."""
     flat = flat if state_names is None else flat.match_name_style(state_names)
     grouping = apply_scope(scope, flat, options.sharding_hints)
     placement = infer_shardings(grouping, flat, options.sharding_hints)
@@ -174,27 +161,24 @@ def make_plan(
 def get_param_leaves(
     flat: FlatTree, params: PyTree, plan: Plan, options: Options
 ) -> tuple[list[Any], Plan]:
-    """Returns the parameters of the measured leaves, and the plan with their shardings.
-
-    Note that parameters can be sharded differently than their updates.
-    """
+    """Returns the parameters of the measured leaves, and the plan with their shardings."""
+    # Parameters can be sharded differently than their updates.
     flat_params = align_params(flat, params, options.name)
     placement = infer_shardings(plan.grouping, flat_params, options.sharding_hints)
     return flat_params.inexact_leaves(), dataclasses.replace(plan, placement=placement)
 
 
 def resolve_scope(scope: Scope) -> Scope:
-    """Checks that a scope is a function that is not a factory, and wraps scopes of users."""
+    """Checks that a scope is a function that is not a factory, and wraps user-defined scopes."""
     if not callable(scope):
         raise TypeError(
             f"scope must be from optaxclip.scopes, got {scope!r:.80} of type "
             f"{type(scope).__name__}; use, for example, clip_by(scopes.leaf(), 1.0)"
         )
     check_called(scope, "optaxclip.scopes", "scope", "scopes")
-    # Our scopes return valid groupings, which need no check.
+    # Scopes of this package return valid groupings.
     if str(getattr(scope, "__module__", "")).startswith("optaxclip."):
         return scope
-    # A function `(path, leaf) -> label` is an argument of `group`, not a scope.
     if accepts_args(scope, "path", None) and not accepts_args(scope, "tree"):
         raise TypeError(
             f"scope must be from optaxclip.scopes, got {short_repr(scope)} with two arguments; use "
@@ -205,7 +189,7 @@ def resolve_scope(scope: Scope) -> Scope:
 
 @dataclasses.dataclass(frozen=True)
 class _UserScope:
-    """A scope of a user with checked results. Two scopes are equal if their functions are."""
+    """A user-defined scope with checked results. Two scopes are equal if their functions are."""
 
     scope: Scope
 
@@ -214,7 +198,7 @@ class _UserScope:
 
 
 def _check_grouping(grouping: Any, flat: FlatTree) -> Grouping:
-    """Checks the result of a user's scope, and sorts the groups by their names."""
+    """Checks the result of a user-defined scope, and sorts the groups by their names."""
     if not isinstance(grouping, Grouping):
         raise TypeError(
             f"a scope must return an optaxclip.scopes.Grouping, got {short_repr(grouping)} of type "
@@ -235,17 +219,16 @@ def _check_grouping(grouping: Any, flat: FlatTree) -> Grouping:
     members = sorted(i for group in grouping.groups for i in group.leaf_indices)
     if len(grouping.axes) != len(shapes) or members != list(range(len(shapes))):
         raise ValueError(
-            f"a scope must return a group and the axes of the norm for each of the {len(shapes)} "
-            f"measured leaves, got groups of the leaves {members} and {len(grouping.axes)} axes"
+            f"a scope must return groups and axes for all {len(shapes)} measured leaves, got "
+            f"groups of the leaves {members} and axes for {len(grouping.axes)} leaves"
         )
     for group in grouping.groups:
         for i in group.leaf_indices:
             rest = tuple(n for k, n in enumerate(shapes[i]) if k not in grouping.axes[i])
             if rest != group.shape or not {*grouping.axes[i]} <= {*range(len(shapes[i]))}:
                 raise ValueError(
-                    f"the group {group.names} of leaf '{names[i]}', which has shape {shapes[i]} "
-                    f"and norms over the axes {grouping.axes[i]}, must have the shape {rest}, got "
-                    f"{group.shape}"
+                    f"the group {group.names} of leaf '{names[i]}' (shape {shapes[i]}, axes "
+                    f"{grouping.axes[i]}) must have the shape {rest}, got {group.shape}"
                 )
         # In the other layouts, a group has a single name.
         number = int(np.prod(group.shape)) if grouping.layout == "vector" else 1

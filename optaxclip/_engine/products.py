@@ -4,8 +4,7 @@
 
 Products are summed like squares, at several scales, over the leaves of groups and over devices.
 This uses one pass over both trees and a single collective. The two norms bound a sum of products,
-and therefore determine the scale at which it neither overflowed nor underflowed. There is no
-branch.
+and therefore determine the scale at which it neither overflowed nor underflowed.
 """
 
 import functools
@@ -58,8 +57,7 @@ def products(
 ) -> InnerProducts:
     """Computes the inner products of the groups of two trees, or their real parts if complex.
 
-    The L2 norms of `leaves` must be known. If a leaf is a `BCOO`, the norms of `others` must also
-    be known, because only those elements of the other leaf are used that the `BCOO` stores.
+    The L2 norms of `leaves` must be known, and those of `others` too if a leaf is a `BCOO`.
     """
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
     if not leaves:
@@ -79,12 +77,9 @@ def products(
 def _differentiable(
     plan: Plan, axes: tuple[tuple[int, ...], ...]
 ) -> Callable[[_Pairs, _KnownNorms], InnerProducts]:
-    """Returns `_compute_scaled` with a rule that differentiates plain sums.
+    """Returns `_compute_scaled` with a rule that differentiates plain sums."""
 
-    The rule divides elements by constant powers of two near the norms, to keep the derivatives of
-    sums in range.
-    """
-
+    # Elements are divided by powers of two near the norms, to keep derivatives in range.
     def prescale(
         pairs: _Pairs, known: _KnownNorms, scales: list[Array]
     ) -> tuple[_Pairs, _KnownNorms]:
@@ -148,7 +143,7 @@ def _cosine(inner: reductions.ScaledSums, norm: Array, other_norm: Array) -> Arr
     bound = safe_sqrt(norm) * safe_sqrt(other_norm)  # f32[groups], the root of the product
     is_finite = jnp.isfinite(bound)
     is_high = bound > highest**0.5
-    # A norm that is too large to be multiplied can only occur if the other norm is very small.
+    # A norm that is too large to be multiplied implies that the other norm is very small.
     is_scalable = lax.max(norm, other_norm) < float(jnp.finfo(plain.dtype).max) / step
     is_low = (bound < reductions.underflow_bound(plain.dtype) ** 0.5) & is_scalable
     total = select(is_high, down, select(is_low, up, plain))  # f32[groups]

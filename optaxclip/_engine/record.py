@@ -1,7 +1,4 @@
-"""Records: computes the `ClipInfo` of a step with running counts.
-
-norms, thresholds, factors f32[groups], non-finite groups bool[groups]  ->  ClipInfo [names]
-"""
+"""Records: computes the `ClipInfo` of a step with running counts."""
 
 import functools
 import itertools
@@ -52,10 +49,7 @@ def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> Cli
 def update_info(
     old: ClipInfo, plan: Plan, norm: Array, threshold: Array, factor: Array, is_nonfinite: Array
 ) -> ClipInfo:
-    """Updates the record of groups with leaves in this step.
-
-    The norms are those before clipping, and the thresholds are the triggers.
-    """
+    """Updates the record of groups with leaves on this step."""
     chex.assert_shape([norm, threshold, factor, is_nonfinite], plan.shape)
     grouping = plan.grouping
     if not grouping.groups:
@@ -88,7 +82,7 @@ def update_info(
 def _worst_by_leaf(plan: Plan, row: _Row) -> _Row:
     """Reduces a row to the worst groups of the leaves, `[names]`.
 
-    The score is norm / threshold. The worst norm is NaN, followed by infinity and by norms with a
+    The score is norm / threshold. The worst norm is NaN, followed by infinity and norms with a
     threshold of 0. The field `clipped` becomes the fraction of clipped groups.
     """
     largest, dtype = jnp.finfo(row.norm.dtype).max, row.norm.dtype.type
@@ -98,14 +92,12 @@ def _worst_by_leaf(plan: Plan, row: _Row) -> _Row:
     ratio = jnp.where(has_threshold, ratio, without_threshold)
     ratio = jnp.where(jnp.isinf(row.norm), largest, jnp.minimum(ratio, largest / 2))
     row = row._replace(score=jnp.where(jnp.isnan(row.norm), jnp.inf, ratio))  # [groups]
-    # The barrier makes XLA store the row. Otherwise, XLA computes it again for each reduction (as
-    # of JAX 0.10.2).
+    # Without the barrier, XLA computes the row again for each reduction (as of JAX 0.10.2).
     fields, structure = jax.tree.flatten(row)
     stored = lax.optimization_barrier(meshes.stack(fields))  # [fields, groups]
-    # The result for leaves without groups.
-    empty = _Row(*map(dtype, (0, jnp.inf, 1, 0, 0, -1)))
+    empty = _Row(*map(dtype, (0, jnp.inf, 1, 0, 0, -1)))  # for leaves without groups
     reduced, start = [], 0
-    # All leaves with the same shape share a reduction, which saves compiled kernels.
+    # To save kernels, all leaves with the same shape share a reduction.
     for shape, same_shape in itertools.groupby(plan.stored_groups, key=lambda group: group.shape):
         count, size = len(list(same_shape)), math.prod(shape)
         part = lax.slice_in_dim(stored, start, start + count * size, axis=1)
@@ -121,9 +113,9 @@ def _worst_by_leaf(plan: Plan, row: _Row) -> _Row:
 
 def _worse(one: _Row, other: _Row) -> _Row:
     """Selects the worse of two groups, and combines their flags."""
-    # The larger norm wins if scores are equal, so the result does not depend on the order.
+    # If scores are equal, the larger norm is worse, so the result does not depend on the order.
     is_worse = (one.score > other.score) | ((one.score == other.score) & (one.norm >= other.norm))
-    # For example, a group with non-finite elements may not be the worst if the policy is "mask".
+    # With the policy "mask", a group with non-finite elements may not be the worst.
     return jax.tree.map(functools.partial(lax.select, is_worse), one, other)._replace(
         clipped=one.clipped + other.clipped, nonfinite=jnp.maximum(one.nonfinite, other.nonfinite)
     )

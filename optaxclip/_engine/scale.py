@@ -45,8 +45,8 @@ class Multiplier(NamedTuple):
     If both numbers are 1, the group is returned unchanged.
 
     Attributes:
-      power: Nearly always 1. If the factor or its derivative would not be a normal number, it is a
-        power of two near the reciprocal of the norm.
+      power: Usually 1. If the factor or its derivative would not be a normal number, it is a power
+        of two near the reciprocal of the norm.
       ratio: The rest of the factor. It is NaN or 0 for non-finite groups.
     """
 
@@ -61,10 +61,7 @@ class Multiplier(NamedTuple):
 
 @runtime_checkable
 class ExactFactor(Protocol):
-    """A response that also computes factors, which are used instead of quotients of norms.
-
-    However, quotients are used if a factor or its derivative is not a normal number.
-    """
+    """A response with factors that replace quotients of norms if they are normal numbers."""
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
         """Returns the factors in the shape of the norms."""
@@ -88,8 +85,8 @@ def compute_multiplier(
       measured: The norms.
       trigger: The norms above which groups are changed.
       target: The norms to reach. Groups with an infinite target are unchanged.
-      response: A function that computes the new norms from these three arrays. It receives ones for
-        non-finite groups and groups with an infinite target.
+      response: Computes the new norms from these three arrays. It receives ones for non-finite
+        groups and groups with an infinite target.
       nonfinite: The policy for groups with non-finite norms.
       strict: If True, rounding never increases a group above its new norm. `measured` must then
         contain upper bounds.
@@ -108,14 +105,14 @@ def compute_multiplier(
     replacement = 0.0 if nonfinite == "zero" else jnp.nan
     safety_factor = 1 - _NUM_ROUNDINGS * float(jnp.finfo(norm.dtype).eps) / 2 if strict else 1
     new = jnp.asarray(response(old, trigger, target)).astype(norm.dtype)  # f32[groups]
-    # Groups of zeros remain zero for all thresholds except NaN.
+    # Groups of zeros remain zero unless the threshold is NaN.
     is_changed = is_active & (new != old) & ((old != 0) | jnp.isnan(new))
     quotient = new * safety_factor / where_active(measured.divisor)
     ratio = jnp.where(is_changed, quotient, 1)
     size = lax.stop_gradient(jnp.where(is_changed, measured.scale, 1))
     inverse_size = reciprocal_pow2(size)
     factor = jnp.abs(ratio * inverse_size)  # f32[groups]
-    # The derivative of the factor is about as large as factor / norm. Both must be normal numbers.
+    # The factor and its derivative, which is about factor / norm, must be normal numbers.
     is_normal = (factor > _MIN_FACTOR) & (factor < 1 / _MIN_FACTOR)
     slope = factor * inverse_size
     is_normal &= (slope > _MIN_FACTOR) & (slope < 1 / _MIN_FACTOR)
@@ -125,19 +122,15 @@ def compute_multiplier(
         exact = where_active(response.factor(old, trigger, target))
         exact = jnp.where(exact == 1, exact, exact * safety_factor)
         ratio, unit = jnp.where(is_normal, exact, ratio), jnp.ones_like(size)
-    # Divisions are the last operations, because XLA stores their results. It would repeat cheaper
-    # operations such as products with a reciprocal for all leaves (as of JAX 0.10.2).
+    # XLA materializes the results of divisions, but would repeat cheaper operations, such as a
+    # product with a reciprocal, for all leaves (as of JAX 0.10.2).
     dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
     divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, unit, 1))
-    power, ratio = divide_each(dividends, divisors)
-    return Multiplier(power, ratio)
+    return Multiplier(*divide_each(dividends, divisors))
 
 
 _NUM_ROUNDINGS = 7
-"""An upper bound on the roundings from a norm to an element, each by at most half an epsilon.
-
-It has enough margin for clipping twice.
-"""
+"""An upper bound on the roundings from a norm to an element, also if it is clipped twice."""
 
 _MIN_FACTOR = 2.0**-120
 """Factors from this number to its reciprocal are normal numbers in float32."""
@@ -154,10 +147,10 @@ def scale(
     """Multiplies a leaf by the multiplier of its group.
 
     Args:
-      leaf: A floating-point or complex array, or a `BCOO`, for which the stored values are scaled.
+      leaf: A floating-point or complex array, or a `BCOO` of such elements.
       multiplier: The two fields of a `Multiplier`, in a sequence or stacked in an array. If both
-        are 1, elements are unchanged. If there is a third array, only elements are unchanged whose
-        absolute value is at most the value in that array.
+        are 1, elements are unchanged. If there is a third array, elements whose absolute value does
+        not exceed it are unchanged instead.
       axes: The axes of the leaf that the multiplier lacks.
       strict: If True, rounding to a narrow dtype never increases absolute values.
       zero_nonfinite: If True, a ratio of 0 sets elements to 0 even if they are non-finite.
@@ -183,13 +176,8 @@ def _scale_leaf(
     columns = list(by)  # 2 or 3 x f32[...] without `axes`
     chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))
     power, ratio, *max_unchanged = [expand_dims_at(column, axes) for column in columns]
-    scale_part = functools.partial(
-        scale_and_round,
-        power=power,
-        ratio=ratio,
-        strict=strict,
-        default_kernel=_multiply_in_float32,
-    )
+    options: dict[str, Any] = {"strict": strict, "default_kernel": _multiply_in_float32}
+    scale_part = functools.partial(scale_and_round, power=power, ratio=ratio, **options)
     scaled = map_real_imag(scale_part, x)  # [...], like x
     if zero_nonfinite:
         scaled = select_keep_subnormals(ratio == 0, jnp.zeros_like(scaled), scaled)
@@ -217,15 +205,13 @@ def _multiply_in_float32(x: Array, power: Array, ratio: Array, *, strict: bool) 
 def _round_toward_zero(x: Array, dtype: jnp.dtype) -> Array:
     """Rounds elements toward zero to numbers of `dtype`, without converting them.
 
-    Rounding to the nearest number and then decreasing elements that became larger would be wrong.
-    XLA would replace an element that is converted back and forth by the element itself, so it would
-    never appear to be larger (on an H100, as of JAX 0.11.2). The derivative is the identity, as for
-    all roundings in JAX.
+    Rounding to the nearest number and decreasing elements that became larger would be wrong,
+    because XLA removes conversions back and forth, so no element appears to be larger (on an H100,
+    as of JAX 0.11.2). The derivative is the identity, as for all roundings in JAX.
     """
     info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
     if info.nexp == wide.nexp:
-        # Both dtypes have the same exponents, even for subnormal numbers, so only the last bits of
-        # the mantissa must be set to 0.
+        # Both dtypes have the same exponents, so only the last bits of the mantissa are set to 0.
         integer = jnp.dtype(f"uint{wide.bits}").type
         mask = integer(2**wide.bits - 2 ** (wide.nmant - info.nmant))
         rounded = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & mask, x.dtype)

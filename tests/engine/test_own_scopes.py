@@ -57,13 +57,13 @@ WRONG = {
     "a leaf too few": (
         scopes.Grouping((scopes.Group(("a",), (0,)),), WHOLE, "vector"),
         ValueError,
-        "a group and the axes of the norm for each of the 2 measured leaves",
+        "groups and axes for all 2 measured leaves",
     ),
-    "axes too few": (scopes.Grouping((ONE,), WHOLE[:1], "vector"), ValueError, "and 1 axes"),
+    "axes too few": (scopes.Grouping((ONE,), WHOLE[:1], "vector"), ValueError, "and axes for 1 leaves"),
     "an axis that is not there": (
         scopes.Grouping((ONE,), ((0, 1), (0,)), "vector"),
         ValueError,
-        "leaf 'x', which has shape (3,) and norms over the axes (0, 1), must have the shape",
+        "leaf 'x' (shape (3,), axes (0, 1)) must have the shape",
     ),
     "shape": (
         scopes.Grouping((ONE,), ((), (0,)), "vector"),

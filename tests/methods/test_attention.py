@@ -245,7 +245,7 @@ ERRORS = {
     ),
     "other params": (
         {"params": {"query": LAYER["query"]}},
-        r"a leaf 'key' of shape \(1, 2, 2\) like the updates, got no such leaf",
+        r"a leaf 'key' of shape \(1, 2, 2\) to match the updates, got no such leaf",
     ),
     "no place": (
         {"logits": {"body/0": FIRST}},
