@@ -1,4 +1,4 @@
-"""Sums powers and products of a leaf's elements with the fastest method of each platform.
+"""Sums powers and products of a leaf's elements using the fastest method on each platform.
 
 In float32, a sum of squares is exact up to rounding for norms from 2**-31 to 2**64, regardless of
 the number of elements. For smaller norms, elements are multiplied by 2**88 before they are squared,
@@ -23,7 +23,7 @@ from optaxclip._base.numerics import cast_elements, clamp_to_finite, select, spl
 from optaxclip.norms import Norm, l2
 
 ScaledSums = tuple[Array, ...]
-"""Sums of powers at all scales, for a leaf, a group, or an array of groups."""
+"""Sums of powers, one per scale, for a leaf, a group, or an array of groups."""
 
 MAX_NUM_ELEMENTS = 2.0**40
 """Upper bound on the number of elements in a sum."""
@@ -34,9 +34,9 @@ def dispatch_reduction(
 ) -> Callable[[list[Array]], Any]:
     """Selects between a sum in float64 and sums at several scales, depending on the platform.
 
-    Both are functions of leaves. Where a sum in float64 is faster, `in_float64` is called with
-    64-bit types enabled and with `platform`, the `kernels.Float64Sums` of the platform. `whole`
-    must be the result of `is_full_local_reduction` for the leaves.
+    Both `in_float64` and `at_scales` are functions of leaves. Where a sum in float64 is faster,
+    `in_float64` is called with 64-bit types enabled and with `platform`, the `kernels.Float64Sums`
+    of the platform. `whole` must be the result of `is_full_local_reduction` for the leaves.
     """
     on_cpu, on_gpu = (
         jax.enable_x64(True)(functools.partial(in_float64, platform=sums))
@@ -61,14 +61,14 @@ def underflow_bound(dtype: jax.typing.DTypeLike) -> float:
 def overflow_bound(dtype: jax.typing.DTypeLike) -> float:
     """Returns the product of norms above which the large scale is used."""
     # At the large scale, larger products exceed `underflow_bound`, and neither factor underflows.
-    # Two products, because the square of the step overflows a Python float for float64.
+    # The step is multiplied twice because, for float64, its square overflows a Python float.
     in_range = underflow_bound(dtype) * scale_step(dtype) * scale_step(dtype)
     return max(in_range, float(jnp.finfo(dtype).max) / MAX_NUM_ELEMENTS)
 
 
 def prescale_factors(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
     """Returns the powers of two that elements are multiplied by before the norm is applied."""
-    # The second factor prevents sums from overflowing, the third one squares from underflowing.
+    # The second factor keeps sums from overflowing, and the third keeps squares from underflowing.
     up = scale_step(dtype)
     by_degree: dict[float, tuple[float, ...]] = {0: (1.0,), 1: (1.0, 1 / up), 2: (1.0, 1 / up, up)}
     return by_degree[norm.degree]
@@ -82,7 +82,7 @@ def is_full_local_reduction(
     return reduces_all and (in_one_piece or bool(meshes.manual_axes()))
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype", "in_one_piece"))
 def compute_scaled_sums(
     leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
@@ -96,7 +96,7 @@ def compute_scaled_sums(
 
 
 def _hide_from_xla(constants: tuple[float, ...], dtype: jnp.dtype) -> tuple[float | Array, ...]:
-    """Hides constants from the algebraic simplifications of XLA."""
+    """Hides constants from XLA's algebraic simplifier."""
     # Otherwise, XLA rewrites `(x * scale)**2` to `x**2 * scale**2` if all elements of `x` are equal
     # (as of JAX 0.10.2), and the second square overflows.
     first, *others = constants
@@ -117,7 +117,7 @@ def _add(left: ScaledSums, right: ScaledSums) -> ScaledSums:
     return tuple(map(operator.add, left, right))
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames=("axes", "in_one_piece"))
 def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: bool) -> ScaledSums:
     """Returns the sums of `x * y` and of the squares of `y`, at one scale after another.
@@ -173,14 +173,14 @@ def _multiply_bounded(x: Array, y: Array) -> Array:
     return select(is_in_range, product, 0)
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames=("by", "axes", "dtype"))
 def max_abs_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """Returns the bits of the largest absolute value, multiplied by `by`, as an integer.
 
-    The bits of non-negative floats are ordered like the floats, and NaN is larger than infinity.
-    Therefore, a maximum over devices preserves NaN, unlike `lax.pmax` of floats on CPUs (as of JAX
-    0.10.2).
+    The bit patterns of non-negative floats sort in the same order as the floats, and NaN is larger
+    than infinity. Therefore, a maximum over devices preserves NaN, unlike `lax.pmax` of floats on
+    CPUs (as of JAX 0.10.2).
     """
     x, integer = cast_elements(leaf, dtype), jnp.dtype(f"int{jnp.finfo(dtype).bits}")
     # Clear the sign bit, which may be set for NaN.

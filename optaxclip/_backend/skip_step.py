@@ -125,7 +125,7 @@ def tree_zero_where(where: Array, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if is_nonnumeric(x) else _zero_where(where, x), tree)
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @jax.jit
 def _zero_where(where: Array, x: Array) -> Array:
     return match_weak_type(select(where, 0, x), x)

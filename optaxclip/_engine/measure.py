@@ -360,7 +360,7 @@ def select_in_range(totals: reductions.ScaledSums) -> tuple[Array, Array]:
     return total, unit
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def _reduce_scaled(
     leaf: Array, by: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype

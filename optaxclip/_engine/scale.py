@@ -163,7 +163,7 @@ def scale(
     return replace_values(leaf, _scale_leaf(leaf.data, by=multiplier, axes=all_axes, **options))
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames=("axes", "strict", "zero_nonfinite"))
 def _scale_leaf(
     x: Array,

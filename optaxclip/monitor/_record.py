@@ -1,4 +1,4 @@
-"""Records norms and other statistics of recent steps on the device."""
+"""Records norms and other statistics of recent steps, and stores them on the device."""
 
 import dataclasses
 import functools
@@ -43,9 +43,9 @@ class RecordState(NamedTuple):
     Attributes:
       steps: int32[], the number of steps so far, including skipped steps.
       num_skipped: int32[], the number of steps that a surrounding wrapper skipped.
-      name: The name of the transformation, as a tuple with one element.
+      name: A tuple with one element, the name of the transformation.
       names: The names of the groups in order.
-      last: A dict from statistics to their most recent values, float32[] or, with a scope,
+      last: A dict that maps statistics to their most recent values, float32[] or, with a scope,
         float32[groups]. Values are -inf for groups without leaves, because NaN means that a group
         is non-finite or that the step was skipped.
       ring: float32[window] or float32[window, groups], or float32[window, statistics, ...] if there
@@ -85,13 +85,13 @@ def record(
     """Records statistics of recent steps on the device.
 
     As the first stage of a chain, `record` measures the raw gradients. As the last stage, it
-    measures the updates that are applied to the params. Then "ratio" is the norm of the update
-    divided by the norm of the params, which is usually about 1e-3. Spikes in this ratio often
-    precede loss spikes.
+    measures the updates that are applied to the params. In that case, "ratio" is the norm of the
+    update divided by the norm of the params, which is usually about 1e-3. Spikes in this ratio
+    often precede loss spikes.
 
     Inside a skip wrapper, the statistics of skipped steps are NaN. To see the norms of these steps,
     put the record before the wrapper. Nothing is sent to the host until you call `history`.
-    `metrics` and `scalars` return the most recent step.
+    `metrics` and `scalars` return the statistics of the most recent step.
 
       statistic     | value for a group                                 | if non-finite
       --------------|---------------------------------------------------|----------------------
@@ -102,12 +102,12 @@ def record(
       share         | the fraction of the squared L2 norm of all groups | NaN for all groups
       param_norm    | the norm of its params                            | not affected
       ratio         | norm / param_norm, or inf if only param_norm is 0 | inf or NaN
-      cosine_param  | the cosine with its params, or 0 if a norm is 0   | NaN
+      cosine_param  | cosine similarity to its params, 0 if a norm is 0 | NaN
 
     On a GPU, statistics that use only the gradients share a pass over them with a neighboring
-    clipping stage. The remaining statistics also read the params. Statistics are as accurate for
-    narrow dtypes as for float32. If all leaves of a group are None, its statistics are NaN. Integer
-    leaves are ignored.
+    clipping stage. The remaining statistics also read the params. Statistics of low-precision
+    leaves are as accurate as those of float32 leaves. If all leaves of a group are None, its
+    statistics are NaN. Integer leaves are ignored.
 
     Args:
       window: The number of steps to keep.
@@ -115,13 +115,13 @@ def record(
         leaves, experts, or labeled groups. If None, the whole tree is one group. For the scopes
         `axes` and `unit`, the largest value of each leaf is recorded.
       stats: The names of one or more statistics in the table.
-      loss: If True, records the loss instead of statistics. Pass it to the update as `value=` or
-        `loss=`.
+      loss: If True, records the loss instead of statistics. Pass the loss to `update` as `value=`
+        or `loss=`.
       norm: The norm for "norm", "param_norm", and "ratio", as in `optaxclip.clip_by`.
       **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `RecordState`. Its update returns the updates unchanged.
+      A transformation with a `RecordState`. Its `update` function returns the updates unchanged.
 
     Raises:
       ValueError: If `window` is less than 1, if the norm or a statistic is unknown, if `stats` is
@@ -157,7 +157,7 @@ def record(
             keys, names = stats, grouping.names
             columns = () if grouping.layout == "scalar" else (len(names),)
         rows = (window, len(keys)) if len(keys) > 1 else (window,)
-        # Two arrays, because a donated state must not contain an array twice.
+        # Two arrays, because the same buffer cannot be donated twice.
         steps, num_skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
         last = {key: jnp.zeros(columns, jnp.float32) for key in keys}
         ring = jnp.zeros((*rows, *columns), jnp.float32)
@@ -253,7 +253,8 @@ class StatisticInputs:
     def param_norms(self, norm: Norm) -> Array:
         """Returns the norms of the params, f32[groups]."""
         if ("weights", norm) not in self.measured:
-            # The pass for cosines also returns the L2 norms of dense params, f32[groups].
+            # The pass that computes the cosines also computes the L2 norms of dense params,
+            # f32[groups].
             is_shared = self.with_cosines and norm is norms.l2
             if is_shared and not any(map(is_sparse, self.leaves)):
                 found = jnp.where(self.plan.has_leaves(), self.products.other_norm, jnp.nan)
@@ -268,7 +269,7 @@ class StatisticInputs:
         return jnp.asarray(with_entries(self.leaves, self.plan), not_zero.dtype) - not_zero
 
     def shares(self) -> Array:
-        """Returns the groups' fractions of the squared norm of the tree, f32[groups]."""
+        """Returns each group's fraction of the tree's squared norm, f32[groups]."""
         norm, present = self.grad_norms(norms.l2), self.plan.has_leaves()
         known = jnp.where(present, norm, 0)  # f32[groups]
         # Squares of norms that are not divided by the largest norm could overflow.

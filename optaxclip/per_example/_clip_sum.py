@@ -168,8 +168,8 @@ def clip_sum(
       A `PerExampleResult` with the sum, the norms, and the counts.
 
     Raises:
-      ValueError: If an argument is out of its range, if the leaves do not share an example axis, or
-        if gradients may be sharded inside `shard_map` or `pmap`.
+      ValueError: If an argument is out of range, if the leaves do not share an example axis, or if
+        gradients may be sharded inside `shard_map` or `pmap`.
       TypeError: If an argument has the wrong type, or if a leaf is not a dense array.
 
     Example:

@@ -28,7 +28,7 @@ Method = Literal["vmap", "ghost"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
-    """The function returned by `clipped_grad`, with checked arguments as fields."""
+    """The function that `clipped_grad` returns. Its fields are the checked arguments."""
 
     loss_fn: Callable[..., Any]
     clip: ExampleClip
@@ -43,7 +43,7 @@ class ClippedGrad:
     def __call__(
         self, *args: Any, is_padding: ArrayLike | None = None, **keywords: Any
     ) -> PerExampleResult:
-        """Returns the sum of the clipped gradients, with norms and counts."""
+        """Returns the sum of the clipped gradients, along with norms and counts."""
         roles = LossArguments.split(args, self.argnums, self.batch_argnums)
         loss = example_loss.ExampleLoss(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(is_padding, loss.examples))  # [examples, ...]
@@ -76,7 +76,7 @@ class ClippedGrad:
             ("add_or_remove_one"), has a blank example ("replace_special"), or has a different
             example ("replace_one"), which doubles the change.
           params: The parameters. They are required if `threshold` is a dict because several groups
-            can have the same name.
+            can share a name.
 
         Raises:
           ValueError: If the relation is unknown, or if `params` is missing.
@@ -125,14 +125,14 @@ def clipped_grad(
 
     It has the same guarantees as `clip_sum` if the loss depends only on the parameters and a single
     example. If the loss uses BatchNorm, `pmean`, or `psum` over a batch, or accesses examples
-    through a closure or keyword argument, one example can change the sum without bound.
+    through a closure or keyword argument, the effect of a single example on the sum is unbounded.
 
     At most `microbatch_size` per-example gradients are in memory at a time. Microbatches are
     processed in a `scan`, and the last one may be smaller. They are strided over the batch, so each
     device has part of every microbatch. Norms, losses, and aux are in the order of the batch.
 
     Under `jit`, the sum covers the whole batch even if it is sharded, which requires all-reduces in
-    each microbatch. Inside `shard_map`, the results only cover the local shard. Apply `psum` to the
+    each microbatch. Inside `shard_map`, the results cover only the local shard. Apply `psum` to the
     sums and counts afterwards.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
@@ -154,7 +154,7 @@ def clipped_grad(
         clipped and summed instead. It requires `method="vmap"`.
       method: If "vmap" (the default), computes per-example gradients. If "ghost", computes norms
         and the sum without these gradients, like `grad_norms`, which is much faster if an example's
-        gradient is larger than its activations. It only supports norms of whole leaves. Its norms
+        gradient is larger than its activations. It supports only scopes of whole leaves. Its norms
         are upper bounds, so examples may be clipped slightly below the threshold, or far below it
         if the contributions of their tokens or pixels nearly cancel (to a thousandth).
       specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`. They must be
@@ -167,9 +167,9 @@ def clipped_grad(
       `jax.jit`. Otherwise, every call recompiles the loop.
 
     Raises:
-      ValueError: If an argument is out of its range. Also raised by the returned function if the
-        arguments do not share an example axis, if positions are invalid, if the loss is not a
-        scalar, or if parameters may be sharded or the loss sums over devices.
+      ValueError: If an argument is out of range. Also raised by the returned function if the
+        arguments do not have the same number of examples, if positions are invalid, if the loss is
+        not a scalar, or if parameters may be sharded or the loss sums over devices.
       TypeError: If an argument has the wrong type. Also raised by the returned function if a Flax
         NNX or Equinox model contains more than parameters (see `docs/recipes/modules.md`).
 

@@ -117,7 +117,7 @@ def grad_norms(
       inside `jax.jit`.
 
     Raises:
-      ValueError: If an argument is out of its range. Also raised by the returned function as in
+      ValueError: If an argument is out of range. Also raised by the returned function as in
         `clipped_grad`, or if the scope has several norms per leaf and the method is "ghost".
       TypeError: If an argument has the wrong type. Also raised by the returned function as in
         `clipped_grad`.

@@ -65,8 +65,8 @@ def noisy_mean(
       The tree of the sum, in float32 or wider. Integer and `float0` leaves are returned unchanged.
 
     Raises:
-      ValueError: If an argument is out of its range. If there is noise, also raised if the key or
-        the bound is missing, or if devices have different parts of the sum but the same key.
+      ValueError: If an argument is out of range. If there is noise, also raised if the key or the
+        bound is missing, or if devices have different parts of the sum but the same key.
       TypeError: If an argument has the wrong type.
 
     Example:
@@ -274,7 +274,7 @@ def quantile_threshold(
       batch_size=...) -> threshold`.
 
     Raises:
-      ValueError: If an option is out of its range.
+      ValueError: If an option is out of range.
       TypeError: If `geometric` is not a bool, or if an option is not a number.
 
     Example:

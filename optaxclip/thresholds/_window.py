@@ -46,11 +46,12 @@ def percentile(
       percentile: The percentile, from 0 to 100. A number between 0 and 1 causes a warning, because
         it is often meant as a fraction.
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
-      record: See `optaxclip.thresholds.adaptive` for this option and the options below.
+      record: The norms to record. This option and the options below are described in
+        `optaxclip.thresholds.adaptive`.
       inclusive: If True, the window includes the current norm.
       warmup_steps: The number of norms before a finite threshold. Defaults to `window`.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of norms in a row above their threshold before raw norms are recorded.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
+      patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
       max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
@@ -106,11 +107,12 @@ def window(
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       ddof: Use 1 for an unbiased estimate of the variance, as in `numpy.var`.
       min_std: The lower bound on the standard deviation.
-      record: See `optaxclip.thresholds.adaptive` for this option and the options below.
+      record: The norms to record. This option and the options below are described in
+        `optaxclip.thresholds.adaptive`.
       inclusive: If True, the window includes the current norm.
       warmup_steps: The number of norms before a finite threshold. Defaults to half of `window`.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of norms in a row above their threshold before raw norms are recorded.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
+      patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
       max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:
@@ -158,7 +160,7 @@ def median(
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       every_step: If True, the threshold is updated on every step, is never doubled, and uses all
         norms in the window.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
       max_norm: The upper bound on thresholds. By default, there is no bound.
 
     Example:

@@ -85,8 +85,8 @@ def adagc(
 ) -> Transformation[ClipState]:
     """Clips leaves to slightly more than the moving averages of their clipped norms (AdaGC).
 
-    During the warmup, the whole tree is clipped by its global norm. The defaults are from the
-    latest version of the paper. The first version used `lambda_rel=1.05, beta=0.98`.
+    During warmup, the whole tree is clipped by its global norm. The defaults are from the latest
+    version of the paper. The first version used `lambda_rel=1.05, beta=0.98`.
 
     By design, almost all steps are clipped. Because the averages contain clipped norms, thresholds
     stay near the smaller norms and increase slowly. Without `patience`, as published, a threshold

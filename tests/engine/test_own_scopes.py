@@ -59,7 +59,11 @@ WRONG = {
         ValueError,
         "groups and axes for all 2 measured leaves",
     ),
-    "axes too few": (scopes.Grouping((ONE,), WHOLE[:1], "vector"), ValueError, "and axes for 1 leaves"),
+    "axes too few": (
+        scopes.Grouping((ONE,), WHOLE[:1], "vector"),
+        ValueError,
+        "and axes for 1 leaves",
+    ),
     "an axis that is not there": (
         scopes.Grouping((ONE,), ((0, 1), (0,)), "vector"),
         ValueError,
