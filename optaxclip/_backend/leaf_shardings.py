@@ -385,8 +385,8 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
             )
         if mesh is not None and (unknown := meshes.axes_of(spec) - {*mesh.axis_names}):
             raise ValueError(
-                f"specs must use mesh axes from {list(mesh.axis_names)}, got {sorted(unknown)} in "
-                f"{spec}"
+                f"specs must use only the mesh axes {list(mesh.axis_names)}, got "
+                f"{sorted(unknown)} in {spec}"
             )
     return mesh, leaf_specs
 

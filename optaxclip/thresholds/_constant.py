@@ -189,7 +189,7 @@ def loss_from_extra_args(
     loss = extra_args.get(argument)
     if loss is None:
         raise ValueError(
-            f"{name}: value or loss must be passed to the update, got neither; call "
+            f"{name}: value or loss is required; call "
             "update(grads, state, params, value=loss). Flax's TrainState.apply_gradients does not "
             "pass extra arguments, so call state.tx.update instead"
         )

@@ -219,7 +219,7 @@ MAPS = {
 def test_unknown_axis_name_raises(kind):
     for name in ("date", ("a", "date")):
         way = MAPS[kind](functools.partial(ops.clip_by_norm, clip_norm=1.0, axis_name=name))
-        with pytest.raises(ValueError, match=r"axis_name must be a mapped axis, got 'date'"):
+        with pytest.raises(ValueError, match=r"axis_name must name a mapped axis, got 'date'"):
             jax.eval_shape(way, WHOLE)
 
 

@@ -75,9 +75,7 @@ def less_the_mean(w, x):
 @pytest.mark.parametrize(("check_vma", "kind"), [*product([True, False], GRADIENTS)])
 def test_loss_with_collectives_raises_in_shard_map(check_vma, kind, loss):
     run = on_devices(GRADIENTS[kind](loss, specs=P()), (P(), P("x")), P(), check_vma)
-    with pytest.raises(
-        ValueError, match=r"loss_fn must .* exchanges data between devices, using psum"
-    ):
+    with pytest.raises(ValueError, match=r"loss_fn must .* communicates across devices with psum"):
         jax.eval_shape(run, jnp.zeros(16), X)
 
 

@@ -59,7 +59,11 @@ WRONG = {
         ValueError,
         "groups and axes for all 2 measured leaves",
     ),
-    "axes too few": (scopes.Grouping((ONE,), WHOLE[:1], "vector"), ValueError, "and axes for 1 leaves"),
+    "axes too few": (
+        scopes.Grouping((ONE,), WHOLE[:1], "vector"),
+        ValueError,
+        "and axes for 1 leaves",
+    ),
     "an axis that is not there": (
         scopes.Grouping((ONE,), ((0, 1), (0,)), "vector"),
         ValueError,
@@ -78,7 +82,7 @@ WRONG = {
     "two in a scalar": (
         scopes.Grouping((scopes.Group(("a",), (0,)), scopes.Group(("b",), (1,))), WHOLE, "scalar"),
         ValueError,
-        'must have one group in the layout "scalar", got 2',
+        'with layout="scalar" must have one group, got 2',
     ),
 }
 

@@ -237,11 +237,11 @@ def test_max_logits_compare_in_float32_or_wider():
 ERRORS = {
     "no params": (
         {"params": None},
-        r"params must be passed to update, got None; .*max_logits=\.\.\.",
+        r"params is required; .*max_logits=\.\.\.",
     ),
     "no logits": (
         {"logits": None},
-        r"max_logits must be passed to update, got None; call update",
+        r"max_logits is required; call update",
     ),
     "other params": (
         {"params": {"query": LAYER["query"]}},
@@ -276,16 +276,16 @@ ERRORS = {
     ),
     "half a head": (
         {"heads": lambda *_: Heads(-1, ((3, 1.0),))},
-        r"must divide axis 2 of leaf 'key' .*, got 3 elements per head",
+        r"must divide axis 2 of leaf 'key' .* evenly, but have 3 elements each",
     ),
     "heads as entries": (
         {"heads": lambda *_: Heads((0, 1), ((1, 1.0),), head_dim_axis=0)},
-        r"must divide axis 0 of leaf 'key' .*, got 1 elements per head",
+        r"must divide axis 0 of leaf 'key' .* evenly, but have 1 elements each",
     ),
     "twice": ({"heads": lambda *_: Heads((1, -2))}, "must use distinct axes of leaf 'key', "),
     "entries": (
         {"heads": lambda *_: Heads(1, ((3, 1.0),))},
-        r"must divide axis 2 of leaf 'key' .*, got 3 elements per head",
+        r"must divide axis 2 of leaf 'key' .* evenly, but have 3 elements each",
     ),
 }
 
