@@ -78,8 +78,8 @@ def test_specs_accept_axes_outside_shard_map():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (P("date"), r"must use mesh axes from \['a', 'b'\], got \['date'\]"),
-        (P(("a", "date")), r"must use mesh axes from .*, got \['date'\]"),
+        (P("date"), r"must use only the mesh axes \['a', 'b'\], got \['date'\]"),
+        (P(("a", "date")), r"must use only the mesh axes .*, got \['date'\]"),
         (P(P.UNCONSTRAINED), "must name the mesh axes that shard a leaf, got UNCONSTRAINED"),
     ],
     ids=str,

@@ -263,16 +263,16 @@ ERRORS = {
     "nowhere": ({"heads": lambda *_: None}, r"got None for all of \['key', 'query'\]"),
     "axis": (
         {"heads": lambda *_: Heads(3)},
-        r"must use axes of leaf 'key' of shape \(1, 2, 2\), got \(3,\)",
+        r"heads uses axes .*, but leaf 'key' has shape of shape \(1, 2, 2\), got \(3,\)",
     ),
     "axis below": (
         {"heads": lambda *_: Heads(-4)},
-        r"must use axes of leaf 'key' .*, got \(-4,\)",
+        r"heads uses axes .*, but leaf 'key' has shape .*, got \(-4,\)",
     ),
-    "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "must use axes of leaf 'key'"),
+    "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "heads uses axes .*, but leaf 'key' has shape"),
     "no axis of entries": (
         {"heads": lambda *_: Heads(1, ((2, 1.0),), head_dim_axis=3)},
-        "must use axes of leaf 'key'",
+        "heads uses axes .*, but leaf 'key' has shape",
     ),
     "half a head": (
         {"heads": lambda *_: Heads(-1, ((3, 1.0),))},

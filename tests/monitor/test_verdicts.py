@@ -210,5 +210,5 @@ def test_step_status_errors_explain_remedy():
     ):
         monitor.step_status(of_tree)
     for wrong in (0, -1, 1.5, "a"):
-        with pytest.raises((TypeError, ValueError), match="roll_back_after must be an int of at"):
+        with pytest.raises((TypeError, ValueError), match="roll_back_after must be an int >="):
             monitor.step_status(state, wrong)

@@ -74,7 +74,7 @@ def test_norms_over_steps_marks_points_without_neighbors():
         (
             [1.0],
             {"threshold": [1.0, 2.0]},
-            r"threshold must be a scalar or have shape \(1,\) like norms, got \(2,\)",
+            r"threshold must be a scalar or have the shape \(1,\) of norms, got \(2,\)",
         ),
         (
             [1.0],
