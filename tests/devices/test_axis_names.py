@@ -254,7 +254,7 @@ def test_device_dependent_scalars_raise_with_shared_norm(what):
     for told in ({}, {"axis_name": "a"}, {"specs": P("a")}):
         with pytest.raises(
             ValueError,
-            match=rf"{argument} must be equal on .* got a value that varies over \['a'\]",
+            match=rf"{argument} must have one value on .* but it varies over \['a'\]",
         ):
             run(**told)
         run(lambda n: jax.lax.pmean(n, "a"), **told)

@@ -263,16 +263,19 @@ ERRORS = {
     "nowhere": ({"heads": lambda *_: None}, r"got None for all of \['key', 'query'\]"),
     "axis": (
         {"heads": lambda *_: Heads(3)},
-        r"heads uses axes .*, but leaf 'key' has shape of shape \(1, 2, 2\), got \(3,\)",
+        r"heads uses axes \(3,\), but leaf 'key' has shape \(1, 2, 2\)",
     ),
     "axis below": (
         {"heads": lambda *_: Heads(-4)},
-        r"heads uses axes .*, but leaf 'key' has shape .*, got \(-4,\)",
+        r"heads uses axes \(-4,\), but leaf 'key' has shape",
     ),
-    "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "heads uses axes .*, but leaf 'key' has shape"),
+    "axis of parts": (
+        {"heads": lambda *_: Heads(3, ((2, 1.0),))},
+        "heads uses axes .*, but leaf 'key' has",
+    ),
     "no axis of entries": (
         {"heads": lambda *_: Heads(1, ((2, 1.0),), head_dim_axis=3)},
-        "heads uses axes .*, but leaf 'key' has shape",
+        "heads uses axes .*, but leaf 'key' has",
     ),
     "half a head": (
         {"heads": lambda *_: Heads(-1, ((3, 1.0),))},
