@@ -250,8 +250,8 @@ def stateless_rule_state(threshold: ThresholdRule | dict[str, ThresholdRule], na
 
 def needs_state_message(name: str) -> str:
     return (
-        f"{name}: record must be True for a threshold that depends on earlier steps, got False; "
-        "remove record=False or use a constant threshold"
+        f"{name}: record=False cannot be combined with a threshold that depends on earlier "
+        "steps; remove record=False or use a constant threshold"
     )
 
 

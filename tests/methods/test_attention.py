@@ -295,7 +295,10 @@ ERRORS = {
 
 def test_clip_attention_logits_schedule_requires_record():
     with pytest.raises(
-        ValueError, match="clip_attention_logits: record must be True for a threshold that depends"
+        ValueError,
+        match=(
+            "clip_attention_logits: record=False cannot be combined with a threshold that depends"
+        ),
     ):
         optaxclip.clip_attention_logits(lambda count: 1.0, heads=one_layer, record=False)
 
