@@ -181,7 +181,9 @@ VALUE_ERRORS = {
     ),
     r"'norm', 'max',.*'maxx'; did you mean 'max'": lambda: monitor.record(stats=("norm", "maxx")),
     r"stats must be from \['norm'.*got 'kurtosis'$": lambda: monitor.record(stats="kurtosis"),
-    r"stats must be distinct names from \['norm'.* got \(\)": lambda: monitor.record(stats=()),
+    r"stats must be one or more distinct names from \['norm'.* got \(\)": lambda: monitor.record(
+        stats=()
+    ),
     r"distinct names from .* got \('max', 'max'\)": lambda: monitor.record(stats=("max", "max")),
     "window must be an int >= 1, got 0": lambda: monitor.record(0, stats="max"),
     "^loss=True cannot be combined with scope or stats": lambda: monitor.record(

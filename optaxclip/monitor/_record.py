@@ -202,7 +202,9 @@ def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
             hint = did_you_mean(stat, STATISTICS)
             raise ValueError(f"stats must be from {list(STATISTICS)}, got {stat!r}{hint}")
     if not given or len(set(given)) < len(given):
-        raise ValueError(f"stats must be distinct names from {list(STATISTICS)}, got {stats!r}")
+        raise ValueError(
+            f"stats must be one or more distinct names from {list(STATISTICS)}, got {stats!r}"
+        )
     return tuple(sorted(given))
 
 
