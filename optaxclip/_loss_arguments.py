@@ -76,7 +76,7 @@ def _check_positions(argnums: Sequence[int], count: int, argument: str) -> tuple
     positions = tuple(number % count for number in argnums if -count <= number < count)
     if len(set(positions)) < len(argnums):
         raise ValueError(
-            f"{argument} must be distinct positions among {count} arguments, got {tuple(argnums)}"
+            f"{argument} must be distinct positions from 0 to {count - 1}, got {tuple(argnums)}"
         )
     return positions
 
@@ -90,8 +90,7 @@ def check_argnums(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers 
     shared = {*np.atleast_1d(params).tolist()} & {*np.atleast_1d(batch).tolist()}
     if shared:
         raise ValueError(
-            f"batch_argnums must not contain positions from argnums={params}, got {batch}; remove "
-            f"{min(shared)}"
+            f"batch_argnums must not overlap argnums={params}, got {batch}; remove {min(shared)}"
         )
     return params, batch
 
@@ -114,7 +113,9 @@ def get_batch_size(flat: FlatTree, argument: str, hint: str = "") -> int:
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         name = leaf_name(path)
         if is_sparse(leaf):
-            raise TypeError(f"{argument} must be dense, got the BCOO '{name}'; pass leaf.todense()")
+            raise TypeError(
+                f"{argument} must be dense, got the BCOO array '{name}'; pass leaf.todense()"
+            )
         sizes[name] = np.shape(leaf)
     if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
         raise ValueError(
@@ -210,7 +211,9 @@ def loss_and_aux(
             f"loss_fn must return a scalar, {description}, got {describe_array(value)}"
         )
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        raise TypeError(f"loss_fn must return a real float, got {describe_array(value)}")
+        raise TypeError(
+            f"loss_fn must return a real floating-point scalar, got {describe_array(value)}"
+        )
     return jnp.asarray(value), result[1] if has_aux else None  # []
 
 

@@ -304,7 +304,7 @@ def clip_cotangent(
         unused = [name for name, value in options.items() if value is not None]
         if unused:
             raise ValueError(
-                f"{', '.join(unused)} must not be used with clip_value, got "
+                f"{', '.join(unused)} cannot be combined with "
                 f"clip_value={short_repr(clip_value)}; use clip_norm"
             )
     results = []

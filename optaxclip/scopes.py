@@ -256,7 +256,9 @@ def ensemble_member(axis: int = 0) -> Scope:
         rows = zip(flat.names(), flat.inexact_leaves(), flat.shapes(), strict=True)
         for name, leaf, shape in rows:
             if is_sparse(leaf):
-                raise ValueError(f"leaf '{name}' must be dense, got a BCOO; pass leaf.todense()")
+                raise ValueError(
+                    f"leaf '{name}' must be dense, got a BCOO array; pass leaf.todense()"
+                )
             (kept,) = _normalize_axes(axis, leaf, name)
             reduced.append(tuple(k for k in range(len(shape)) if k != kept))  # all other axes
             sizes[name] = shape[kept]
@@ -354,7 +356,7 @@ def muon_labels(
         except ValueError as error:
             raise ValueError(
                 "weight_dimension_numbers must be a pytree prefix of the parameters, with "
-                f"MuonDimensionNumbers or None as leaves, got an error: {error}"
+                f"MuonDimensionNumbers or None as leaves; fix the error: {error}"
             ) from None
 
     return label_params
@@ -371,8 +373,8 @@ def _group_by_leaf(
         # The stored elements of a sparse array cannot be sliced along an axis.
         if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
             raise ValueError(
-                f"sparse leaf '{name}' must be one group, got norms over the axes {reduced}; use "
-                "scopes.leaf()"
+                f"sparse leaf '{name}' must form a single group, but has norms over axes "
+                f"{reduced}; use scopes.leaf()"
             )
         # The norms of a leaf have the shape of its remaining axes.
         shape = tuple(size for axis, size in enumerate(shapes[i]) if axis not in reduced)
@@ -465,4 +467,6 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[
     # Convolutions over two or three dimensions, `[..., in, out]`.
     if rank in (4, 5):
         return tuple(range(rank - 1))
-    raise ValueError(f"leaf '{name}' must have at most rank 5, got rank {rank}; pass axis=")
+    raise ValueError(
+        f"leaf '{name}' has rank {rank}, but default axes exist up to rank 5; pass axis="
+    )

@@ -68,14 +68,14 @@ TYPE_ERRORS = {
         step=lambda p, _, __: (p, p[0], p[None])
     ),
     **{
-        f"{argument} must be an int of at least 1, got {wrong!r}": (
+        f"{argument} must be an int >= 1, got {wrong!r}": (
             lambda argument=argument, wrong=wrong: swept(**{argument: wrong})
         )
         for argument in ("steps",)
         for wrong in (True, 5.0, "5")
     },
     **{
-        rf"key must be one key from jax\.random or an int, got {shown}": (
+        rf"key must be one JAX PRNG key or an int seed, got {shown}": (
             lambda key=key: swept(key=key)
         )
         for shown, key in {
@@ -104,13 +104,13 @@ TYPE_ERRORS = {
     ),
 }
 VALUE_ERRORS = {
-    "thresholds must be positive numbers in one axis": lambda: swept([]),
-    r"thresholds must be positive numbers in one axis, got \[0\.0\]": lambda: swept([0.0]),
-    r"thresholds must be positive .* got \[nan\]": lambda: swept([np.nan]),
-    "thresholds must be positive numbers in one axis, got 1.0": lambda: tuning.sweep(
+    "thresholds must be one-dimensional and positive": lambda: swept([]),
+    r"thresholds must be one-dimensional and positive, got \[0\.0\]": lambda: swept([0.0]),
+    r"thresholds must be one-dimensional and positive, got \[nan\]": lambda: swept([np.nan]),
+    "thresholds must be one-dimensional and positive, got 1.0": lambda: tuning.sweep(
         init_fn, step_fn, 1.0, STEPS, key=0, data=DATA
     ),
-    "steps must be an int of at least 1, got 0": lambda: swept(steps=0),
+    "steps must be an int >= 1, got 0": lambda: swept(steps=0),
     r"at least 60 steps, got a leaf of shape \(\)": lambda: swept(data=[DATA, 1.0]),
     r"at least 61 steps, got a leaf of shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
     r"data must contain an array with .* got None.*np\.arange\(60\)": lambda: swept(data=None),
@@ -142,17 +142,17 @@ VALUE_ERRORS = {
     "opt_state of histograms must be one state, got 2 under vmap": lambda: monitor.histograms(
         jax.vmap(monitor.histogram().init)(jnp.ones((2, 3)))
     ),
-    "every must be an int of at least 1, got 0": lambda: monitor.histogram(every=0),
+    "every must be an int >= 1, got 0": lambda: monitor.histogram(every=0),
     r"of must be one of \['updates', 'params'\], got 'grads'": lambda: monitor.histogram(
         of="grads"
     ),
-    "params must be passed to update if of='params', got None; use": lambda: (
+    "params is required when of='params'; use": lambda: (
         tx := monitor.histogram(of="params")
     ).update(GRADS, tx.init(GRADS)),
     r"too_large must contain the largest number of float16, got \[\]": lambda: monitor.Histogram(
         np.ones(2, int), np.array([1.0, 2.0, 2.0**20]), 0, 0, 0
     ).overflow_fraction("float16"),
-    r"max_lost_fraction must be in \[0, 1\), got 1": lambda: monitor.dtype_fit(
+    r"max_lost_fraction must be in the range \[0, 1\), got 1": lambda: monitor.dtype_fit(
         (), max_lost_fraction=1
     ),
     r"record: the ring buffer of the state must have shape \[6\], got \[5\]": lambda: (
@@ -181,15 +181,17 @@ VALUE_ERRORS = {
     ),
     r"'norm', 'max',.*'maxx'; did you mean 'max'": lambda: monitor.record(stats=("norm", "maxx")),
     r"stats must be from \['norm'.*got 'kurtosis'$": lambda: monitor.record(stats="kurtosis"),
-    r"stats must be distinct names from \['norm'.* got \(\)": lambda: monitor.record(stats=()),
+    r"stats must be one or more distinct names from \['norm'.* got \(\)": lambda: monitor.record(
+        stats=()
+    ),
     r"distinct names from .* got \('max', 'max'\)": lambda: monitor.record(stats=("max", "max")),
-    "window must be an int of at least 1, got 0": lambda: monitor.record(0, stats="max"),
-    "^loss must be False with scope or stats, got True": lambda: monitor.record(
+    "window must be an int >= 1, got 0": lambda: monitor.record(0, stats="max"),
+    "^loss=True cannot be combined with scope or stats": lambda: monitor.record(
         loss=True, stats=("max",)
     ),
-    "^loss must be False with scope or stats, got True; chain": lambda: monitor.record(
+    "^loss=True cannot be combined with scope or stats; chain": lambda: monitor.record(
         loss=True, scope=scopes.leaf(stacked=1)
     ),
-    "window must be an int of at least 1, got 0$": lambda: monitor.events(SGD, 0),
+    "window must be an int >= 1, got 0$": lambda: monitor.events(SGD, 0),
     "norm must be one of .*'l7'": lambda: monitor.events(SGD, norm="l7"),
 }

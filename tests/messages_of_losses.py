@@ -60,7 +60,9 @@ TYPE_ERRORS = {
     "loss_fn must be a function, got 3": lambda: made(3),
     "weight must be a function, got 2.0": lambda: made(weight=2.0),
     "reject_rule must be the result of zscore": lambda: made(reject_rule=thresholds.zscore),
-    "reject_rule must be a rule for the global norm, got": lambda: made(reject_rule={"w": 1.0}),
+    "reject_rule must be a threshold rule for the global norm, got": lambda: made(
+        reject_rule={"w": 1.0}
+    ),
     "reject_rule must be .* function zclip": lambda: made(reject_rule=optaxclip.zclip),
     "clip must be a number": lambda: made(clip="norm"),
     "clip must be a transformation or a threshold": lambda: made(clip={"w": 1.0}),
@@ -71,7 +73,7 @@ TYPE_ERRORS = {
     "axis_name must be a name": lambda: made(axis_name=3),
     r"value_and_grad\(\) requires \['loss_fn', 'microbatch_size'\]": accumulate.value_and_grad,
     "a real number, got None": lambda: called(W, X, weight=lambda x: None),
-    "a real float, got shape": lambda: called(W, X, loss_fn=lambda w, x: 3),
+    "a real floating-point scalar, got shape": lambda: called(W, X, loss_fn=lambda w, x: 3),
     "loss_fn must return a real loss, got 'no'": lambda: called(W, X, loss_fn=lambda w, x: "no"),
     "loss_fn must return": lambda: called(W, X, loss_fn=lambda w, x: None),
     r"must return \(loss, aux\) with has_aux=True, got .*Tracer": lambda: called(
@@ -114,9 +116,9 @@ TYPE_ERRORS = {
     r"response must .* call it, as in responses\.band\(\)": lambda: clip_sum(
         1.0, response=responses.band
     ),
-    "grads must be dense, got the BCOO 'leaf'": lambda: clip_sum(1.0, SPARSE),
-    "^grads must be dense, got the BCOO 'leaf'": lambda: optaxclip.per_example_global_norm_clip(
-        SPARSE, 1.0
+    "grads must be dense, got the BCOO array 'leaf'": lambda: clip_sum(1.0, SPARSE),
+    "^grads must be dense, got the BCOO array 'leaf'": lambda: (
+        optaxclip.per_example_global_norm_clip(SPARSE, 1.0)
     ),
     r"must return \(loss, aux\)": lambda: grads_of(lambda w, x: jnp.sum(w * x), has_aux=True),
     r"\(loss, aux\) with has_aux=True, got": lambda: grads_of(
@@ -125,26 +127,24 @@ TYPE_ERRORS = {
     "argnums must be an int or a sequence of ints, got .0.5": lambda: grads_of(dot, argnums=(0.5,)),
     "argnums must be an int or a sequence of ints": lambda: grads_of(dot, argnums="w"),
     "^microbatch_size must be an int": lambda: grads_of(dot, microbatch_size=1.5),
-    "key must be one key from jax.random or an int, got 'seed'": lambda: AGGREGATE(
-        1.0, 1.0, "seed"
-    ),
-    "key must be one key from jax.random or an int, got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),
-    r"key must be one key from jax.random or an int, got Array\(\(2,\)": lambda: AGGREGATE(
+    "key must be one JAX PRNG key or an int seed, got 'seed'": lambda: AGGREGATE(1.0, 1.0, "seed"),
+    "key must be one JAX PRNG key or an int seed, got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),
+    r"key must be one JAX PRNG key or an int seed, got Array\(\(2,\)": lambda: AGGREGATE(
         1.0, 1.0, KEYS
     ),
-    r"key must be one key from jax.random or an int, got Array\(3\.": lambda: AGGREGATE(
+    r"key must be one JAX PRNG key or an int seed, got Array\(3\.": lambda: AGGREGATE(
         1.0, 1.0, jnp.float32(3)
     ),
-    r"key must be one key from jax.random or an int, got Array\(\[1\., 1\.\]": lambda: AGGREGATE(
+    r"key must be one JAX PRNG key or an int seed, got Array\(\[1\., 1\.\]": lambda: AGGREGATE(
         1.0, 1.0, jnp.ones(2)
     ),
-    r"key must be one key from jax.random or an int, got Array\(\[\[0, 3\]\]": lambda: AGGREGATE(
+    r"key must be one JAX PRNG key or an int seed, got Array\(\[\[0, 3\]\]": lambda: AGGREGATE(
         1.0, 1.0, jnp.uint32([[0, 3]])
     ),
     "batch_size .* of type str": lambda: AGGREGATE(1.0, 0.0, batch_size="a"),
-    "key must be one key from jax.random or an int, got True": lambda: AGGREGATE(1.0, 1.0, True),
+    "key must be one JAX PRNG key or an int seed, got True": lambda: AGGREGATE(1.0, 1.0, True),
     "noise_multiplier must be .* got '1'": lambda: noisy(noise="1"),
-    "key must be one key from jax.random, got 0.*; use a new key": lambda: noisy(key=0),
+    "key must be one JAX PRNG key, got 0.*; use a new key": lambda: noisy(key=0),
     "result must be the PerExampleResult .* got Array": lambda: per_example.noisy_mean(
         X, 1.0, KEYS[0], 4
     ),
@@ -157,15 +157,13 @@ TYPE_ERRORS = {
     "is_padding must be bool": lambda: clip_sum(1.0, is_padding=jnp.zeros(2)),
 }
 VALUE_ERRORS = {
-    "keys of examples must have a type .* got 'rbg', .* impl='threefry2x32'": lambda: (
+    "PRNG keys of examples must generate .* got 'rbg', .* impl='threefry2x32'": lambda: (
         per_example.clipped_grad(lambda w, key: w * jax.random.uniform(key), 1.0)(
             1.0, jax.random.split(jax.random.key(0, impl="rbg"))
         )
     ),
-    "microbatch_size must be an int of at least 1, got 0": lambda: made(microbatch_size=0),
-    "batch_argnums must not contain positions from argnums=0, got 0; remove 0": lambda: made(
-        batch_argnums=0
-    ),
+    "microbatch_size must be an int >= 1, got 0": lambda: made(microbatch_size=0),
+    "batch_argnums must not overlap argnums=0, got 0; remove 0": lambda: made(batch_argnums=0),
     r"batch_argnums must .* argnums=\(0, 1\), got 0; remove 0": lambda: made(
         batch_argnums=0, argnums=(0, 1)
     ),
@@ -175,7 +173,7 @@ VALUE_ERRORS = {
     r"batch_argnums must .* got \(1, -1\); remove -1": lambda: made(
         argnums=(0, -1), batch_argnums=(1, -1)
     ),
-    "reject_rule must be 'nonfinite', None or a rule": lambda: made(reject_rule="nan"),
+    "reject_rule must be 'nonfinite', None, or a rule": lambda: made(reject_rule="nan"),
     "reject_rule must not be negative": lambda: made(reject_rule=-1.0),
     "clip must not be negative": lambda: made(clip=-1.0),
     "dtype must be float32 or wider, got bfloat16": lambda: made(dtype=jnp.bfloat16),
@@ -188,9 +186,9 @@ VALUE_ERRORS = {
     ),
     "got 12 for 6 examples; use 6 or ": lambda: called(W, X, microbatch_size=12),
     "got 2 for 5 examples; use 1 or ": lambda: called(W, X[:5]),
-    "the batch must have at least one example": lambda: called(W, X[:0]),
-    "the batch must have at least one example, got 0 examples": lambda: called(W, {}),
-    "batch_argnums must be distinct positions among 1 arguments": lambda: called(W),
+    "the batch has no examples": lambda: called(W, X[:0]),
+    "the batch has no examples; pass at least one": lambda: called(W, {}),
+    "batch_argnums must be distinct positions from 0 to 0": lambda: called(W),
     r"the batch must have leaves \[examples.* \(\)": lambda: called(W, 3.0),
     r"the batch must have leaves \[examples": lambda: called(W, (X, X[:2])),
     "batch_argnums must contain at least one position": lambda: called(W, X, batch_argnums=-2),
@@ -213,7 +211,7 @@ VALUE_ERRORS = {
     "clip must preserve the .* and the floating-point leaves of the grad": lambda: called(
         {"v": W, "w": W}, X, loss_fn=lambda p, x: loss_fn(p["v"] + p["w"], x), clip=to_ints("w")
     ),
-    "axis_name must be a mapped axis, got 'i'": lambda: called(W, X, axis_name="i"),
+    "axis_name must name a mapped axis, got 'i'": lambda: called(W, X, axis_name="i"),
     r"threshold must be a scalar, got an array of shape \(2,\); "
     r"pass a dict from group names": lambda: clip_sum(np.ones(2)),
     r"one example, which has no.*got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
@@ -222,14 +220,10 @@ VALUE_ERRORS = {
     ),
     r"argnums must be distinct .* got \(0, 0\)": lambda: grads_of(dot, argnums=(0, 0)),
     "batch_argnums must be distinct": lambda: grads_of(dot, batch_argnums=(1, -1)),
-    "argnums must be distinct positions among 2": lambda: grads_of(dot, argnums=7),
-    r"batch_argnums must not contain positions from argnums=0, got 0": lambda: grads_of(
-        dot, batch_argnums=0
-    ),
+    "argnums must be distinct positions from 0 to 1": lambda: grads_of(dot, argnums=7),
+    r"batch_argnums must not overlap argnums=0, got 0": lambda: grads_of(dot, batch_argnums=0),
     "batch_size must be from 1 .* got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
-    "key must be a key from jax.random or an int, got None; pass a key": lambda: AGGREGATE(
-        1.0, 1.0
-    ),
+    "key must be a JAX PRNG key or an int seed, got None; pass a key": lambda: AGGREGATE(1.0, 1.0),
     "noise_multiplier must not be negative": lambda: AGGREGATE(1.0, -1.0),
     "threshold must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
     "reduction must be one of": lambda: AGGREGATE(1.0, 0.0, reduction="median"),
@@ -237,13 +231,13 @@ VALUE_ERRORS = {
     r"noise_multiplier must be less than 2 \* count_noise": lambda: AGGREGATE(
         quantile_threshold(count_noise=0.5), 1.0, key=0
     ),
-    "^key must be set if count_noise is 1.0, got None": lambda: quantile_threshold(
+    "^key is required when count_noise is 1.0; pass": lambda: quantile_threshold(
         count_noise=1.0
     ).update(W[0], 3, 4, batch_size=4),
-    "key must be set if count_noise is .*, got None": lambda: jax.jit(
+    "key is required when count_noise is .*; pass": lambda: jax.jit(
         lambda x: quantile_threshold(count_noise=x).update(x, 3, 4, batch_size=4)
     )(1.0),
-    "^key must be a key .* got None; pass a key, or noise_multiplier=0": lambda: AGGREGATE(
+    "^key must be a JAX PRNG key .* got None; pass a key, or noise_multiplier=0": lambda: AGGREGATE(
         quantile_threshold(count_noise=1.0), 0.0
     ),
     "^noise_multiplier must": lambda: noisy(noise=-1.0),
@@ -251,13 +245,13 @@ VALUE_ERRORS = {
     "noise_multiplier must be finite for noise": lambda: noisy(noise=np.inf),
     "batch_size must .* got 0": lambda: noisy(size=0),
     "batch_size must .* got nan": lambda: noisy(size=np.nan),
-    "key must be one key from jax.random, got None; use a new key": lambda: noisy(key=None),
+    "key must be one JAX PRNG key, got None; use a new key": lambda: noisy(key=None),
     "relation must be one of": lambda: noisy(relation="neighbours"),
-    "result.bound must be set for noise, got None": lambda: noisy(bound=None),
+    "result.bound is required for noise": lambda: noisy(bound=None),
     "result.bound must be finite for noise, got inf": lambda: noisy(bound=np.inf),
-    r"params must be set if threshold is a dict, got None; pass params=": lambda: (
-        per_example.clipped_grad(dot, {"all": 2.0}).sensitivity()
-    ),
+    r"params is required when threshold is a dict; pass params=": lambda: per_example.clipped_grad(
+        dot, {"all": 2.0}
+    ).sensitivity(),
     r"relation must be one of \['add_or_remove_one', .* got 'replace'": lambda: (
         per_example.clipped_grad(dot, 1.0).sensitivity("replace")
     ),
@@ -268,11 +262,9 @@ VALUE_ERRORS = {
     r"is_padding must have shape \(2,\), got \(3,\)": lambda: clip_sum(
         1.0, is_padding=jnp.zeros(3, bool)
     ),
-    "^microbatch_size must be an int of at least 1, got 0": lambda: grads_of(
-        dot, microbatch_size=0
-    ),
+    "^microbatch_size must be an int >= 1, got 0": lambda: grads_of(dot, microbatch_size=0),
     "threshold must not be negative or NaN, got -1.0": lambda: per_example.clipped_grad(dot, -1.0),
     "the batch must have leaves": lambda: per_example.clipped_grad(dot, 1.0)(W, X, X[:3]),
-    "must be distinct positions among 2 arguments, got": lambda: grads_of(dot, batch_argnums=2),
+    "must be distinct positions from 0 to 1, got": lambda: grads_of(dot, batch_argnums=2),
     "method must be one of": lambda: per_example.grad_norms(dot, method="gost"),
 }

@@ -354,7 +354,7 @@ def _infer_mapped_axes(
         if not varying or not unsharded or axis_names is not None:
             return varying, unsharded
         raise ValueError(
-            "specs must be set for a sharded leaf with several norms, got None for the type "
+            "specs is required for a sharded leaf with several norms, such as the type "
             f"{jax.typeof(leaf)} that varies over {sorted(varying)}; use a pytree of PartitionSpec"
         )
     reduced, kept = meshes.select_spec_axes(leaf, over, spec, varying)
@@ -385,8 +385,8 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
             )
         if mesh is not None and (unknown := meshes.axes_of(spec) - {*mesh.axis_names}):
             raise ValueError(
-                f"specs must use mesh axes from {list(mesh.axis_names)}, got {sorted(unknown)} in "
-                f"{spec}"
+                f"specs must use only the mesh axes {list(mesh.axis_names)}, got "
+                f"{sorted(unknown)} in {spec}"
             )
     return mesh, leaf_specs
 
@@ -400,7 +400,7 @@ def check_examples_unsharded(
         return
     if specs is None and not meshes.has_vma_tracking():
         raise ValueError(
-            "specs must be set inside pmap or shard_map(check_vma=False), got None for devices "
+            "specs is required inside pmap or shard_map(check_vma=False) for devices "
             f"along {sorted(manual)}, over which a gradient may be sharded; {remedy}"
         )
     unsharded = [PartitionSpec()] * len(leaves)

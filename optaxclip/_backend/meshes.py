@@ -71,7 +71,7 @@ def check_replicated_scalar(x: Any, axis_names: Iterable[str] | None, what: str)
     shared = manual_axes() if axis_names is None else frozenset(axis_names)
     if varying := sorted(varying_axes(x) & shared):
         raise ValueError(
-            f"{what} must be equal on all devices that share a norm, got a value that varies over "
+            f"{what} must have one value on all devices that share a norm, but it varies over "
             f"{varying}; use lax.pmean({what}, {varying})"
         )
 
@@ -102,7 +102,7 @@ def check_not_unreduced(types: Iterable[Any]) -> None:
         unreduced = {axis for kind in kinds for axis in getattr(kind, "unreduced", None) or ()}
         if unreduced:
             raise ValueError(
-                "leaves must be reduced before clipping, got a partial sum over "
+                "leaves must be fully reduced before clipping, but one is a partial sum over "
                 f"{sorted(unreduced)} of type {aval}; use jax.lax.psum or jax.reshard"
             )
 
@@ -148,8 +148,8 @@ def check_axis_names_bound(axis_names: Iterable[str]) -> None:
             lax.axis_size(name)
         except NameError:
             raise ValueError(
-                f"axis_name must be a mapped axis, got {name!r}; use pmap, shard_map or "
-                "vmap(axis_name=...) around the call, or omit axis_name"
+                f"axis_name must name a mapped axis, got {name!r}; wrap the call in pmap, "
+                "shard_map, or vmap(axis_name=...), or omit axis_name"
             ) from None
 
 

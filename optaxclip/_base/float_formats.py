@@ -72,22 +72,22 @@ def checked_format(dtype: Any) -> jnp.dtype:
     except TypeError:
         if isinstance(dtype, str):
             raise ValueError(
-                f"dtype must be the name of a number format, such as 'float16', got {dtype!r}"
+                f"dtype must be the name of a numeric dtype, such as 'float16', got {dtype!r}"
             ) from None
         number_format = None
     if number_format is None:
         raise TypeError(
-            f"dtype must be a number format, such as jnp.float16, got {dtype!r:.80}; use the dtype "
+            f"dtype must be a numeric dtype, such as jnp.float16, got {dtype!r:.80}; use the dtype "
             "of the stored values"
         )
     if not jnp.issubdtype(number_format, jnp.floating):
         raise ValueError(
-            f"dtype must be a real floating-point format, got {number_format.name}; use the dtype "
+            f"dtype must be a real floating-point dtype, got {number_format.name}; use the dtype "
             "of the real and imaginary parts for complex numbers"
         )
     if number_format.name == "float8_e8m0fnu":
         raise ValueError(
-            f"dtype must be a format with a sign and 0, got {number_format.name}; use the dtype of "
+            f"dtype must be a dtype with a sign and 0, got {number_format.name}; use the dtype of "
             "the scaled numbers"
         )
     return number_format

@@ -186,10 +186,10 @@ def check_int(value: Any, minimum: int, argument: str) -> int:
         number = operator.index(value)
     except TypeError:
         raise TypeError(
-            f"{argument} must be an int of at least {minimum}, got {value!r}{chain_hint(value)}"
+            f"{argument} must be an int >= {minimum}, got {value!r}{chain_hint(value)}"
         ) from None
     if number < minimum:
-        raise ValueError(f"{argument} must be an int of at least {minimum}, got {value!r}")
+        raise ValueError(f"{argument} must be an int >= {minimum}, got {value!r}")
     return number
 
 

@@ -200,8 +200,8 @@ def get_known_norm(options: Options, extra_args: dict[str, Any], layout: str) ->
         )
     if extra_args.get(argument) is None:
         raise ValueError(
-            f"{options.name}: {argument} must be passed to the update with "
-            f"known_norm={argument!r}, got None; use update(grads, state, params, {argument}=norm)"
+            f"{options.name}: {argument} is required with "
+            f"known_norm={argument!r}; use update(grads, state, params, {argument}=norm)"
         )
     return _check_known_norm(extra_args[argument], argument, options)
 

@@ -139,11 +139,11 @@ class Options:
         known_norm = chosen["known_norm"]
         if known_norm is not None and not isinstance(known_norm, str):
             raise TypeError(
-                f"known_norm must be the name of an extra argument of update, got {known_norm!r}"
+                f"known_norm must be the name of an extra argument of `update`, got {known_norm!r}"
             )
         if known_norm is not None and chosen["nonfinite"] == "mask":
             raise ValueError(
-                f"known_norm must be None with nonfinite='mask', got {known_norm!r}; use "
+                f"known_norm={known_norm!r} cannot be combined with nonfinite='mask'; use "
                 "nonfinite='zero'"
             )
         return cls(

@@ -236,7 +236,7 @@ def _check_grouping(grouping: Any, flat: FlatTree) -> Grouping:
             raise ValueError(f"a group must have {number} names here, got {group.names}")
     if grouping.layout == "scalar" and (len(grouping.groups) != 1 or grouping.groups[0].shape):
         raise ValueError(
-            f'a Grouping must have one group in the layout "scalar", got {len(grouping.groups)}'
+            f'a Grouping with layout="scalar" must have one group, got {len(grouping.groups)}'
         )
     groups = tuple(sorted(grouping.groups, key=lambda group: group.names))
     return Grouping(groups, tuple(map(tuple, grouping.axes)), grouping.layout, grouping.has_labels)

@@ -203,7 +203,7 @@ class ValueAndGrad:
             rules = [node.rule for node in nodes if isinstance(node, ClipState)]
             if jax.tree.leaves([state.reject, *rules]):
                 raise ValueError(
-                    f"{NAME}: state must be set if a threshold depends on earlier steps, got None; "
+                    f"{NAME}: state is required because a threshold depends on earlier steps; "
                     f"{remedy}"
                 )
         check_state(state, AccumulateState, NAME, remedy)
@@ -226,7 +226,7 @@ class ValueAndGrad:
     def _split_batch(self, batch: tuple[Any, ...]) -> loss_arguments.MicrobatchSplit:
         examples = loss_arguments.get_batch_size(flatten(batch, "the batch"), "the batch")
         if not examples:
-            raise ValueError("the batch must have at least one example, got 0 examples")
+            raise ValueError("the batch has no examples; pass at least one")
         number, rest = divmod(examples, self._size)
         if rest:
             part = " of a device" if meshes.manual_axes() else ""

@@ -278,7 +278,7 @@ class MicrobatchProcessor:
         if flat.treedef != grads.treedef or flat.inexact_indices != grads.inexact_indices:
             raise ValueError(
                 "clip must preserve the structure and the floating-point leaves of the gradients, "
-                f"{grads.treedef}, got {flat.treedef}"
+                f"but changed {grads.treedef} to {flat.treedef}"
             )
         if not isinstance(self.clip, ThresholdRule):
             return flat.inexact_leaves(), self.compute_norm(flat), state
@@ -328,10 +328,12 @@ def _check_reject_rule(reject_rule: Any) -> ThresholdRule | None:
         return None
     if isinstance(reject_rule, str):
         raise ValueError(
-            f"reject_rule must be {NONFINITE!r}, None or a rule from optaxclip.thresholds, got "
+            f"reject_rule must be {NONFINITE!r}, None, or a rule from optaxclip.thresholds, got "
             f"{reject_rule!r}"
         )
     rule = check_threshold(reject_rule, "reject_rule")
     if isinstance(rule, dict):
-        raise TypeError(f"reject_rule must be a rule for the global norm, got {reject_rule!r:.80}")
+        raise TypeError(
+            f"reject_rule must be a threshold rule for the global norm, got {reject_rule!r:.80}"
+        )
     return rule.as_pytree()

@@ -214,7 +214,7 @@ def fetch_to_host(arrays: PyTree, caller: str) -> PyTree:
     """Copies the arrays to the host in one transfer."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError(
-            f"opt_state of monitor.{caller} must contain values, got tracers of jit, vmap or grad; "
-            "pass the state that the compiled step returns"
+            f"opt_state of monitor.{caller} must contain values, got tracers of jit, vmap, or "
+            "grad; pass the state that the compiled step returns"
         )
     return jax.device_get(arrays)

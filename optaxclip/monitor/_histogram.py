@@ -289,7 +289,9 @@ def dtype_fit(
     if not is_real(max_lost_fraction):
         raise TypeError(f"max_lost_fraction must be a number, got {max_lost_fraction!r}")
     if not 0 <= max_lost_fraction < 1:
-        raise ValueError(f"max_lost_fraction must be in [0, 1), got {max_lost_fraction!r}")
+        raise ValueError(
+            f"max_lost_fraction must be in the range [0, 1), got {max_lost_fraction!r}"
+        )
     dtype = float_formats.checked_format(dtype)
     found = histograms(opt_state, name)
     groups = {group: _fit(x, dtype, max_lost_fraction) for group, x in found.items()}
@@ -411,7 +413,7 @@ def histogram(
         if of == "params":
             if params is None:
                 raise ValueError(
-                    f"{name}: params must be passed to update if of='params', got None; use "
+                    f"{name}: params is required when of='params'; use "
                     "update(updates, state, params)"
                 )
             leaves, plan = get_param_leaves(flat, params, plan, checked)

@@ -374,6 +374,6 @@ def _plain(value: Any, name: str) -> str | float | None:
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(
-        f"{name} must be a number, a string, a bool or None, got {short_repr(value)} of type "
+        f"{name} must be a number, a string, a bool, or None, got {short_repr(value)} of type "
         f"{type(value).__name__}"
     )

@@ -120,12 +120,11 @@ def noise_scale(
         check_state(state, NoiseScaleState, name, updates=updates)
         noise = extra_args.get("noise")
         if noise is None:
-            raise ValueError(
-                f"{name}: noise must be passed to update, got None; use noise=accumulated.noise"
-            )
+            raise ValueError(f"{name}: noise is required; pass noise=accumulated.noise")
         if not isinstance(noise, NoiseSums):
             raise TypeError(
-                f"{name}: noise must be the NoiseSums of optaxclip.accumulate, got {noise!r:.80}"
+                f"{name}: noise must be the NoiseSums returned by optaxclip.accumulate, got "
+                f"{noise!r:.80}"
             )
         sums = [cast_to_float32(x) for x in noise]
         is_finite = jnp.isfinite(sums[0]) & jnp.isfinite(sums[1])

@@ -145,7 +145,7 @@ def record(
     chosen_scope = scopes.tree() if scope is None else resolve_scope(scope)
     if check_bool(loss, "loss") and (scope is not None or stats != ("norm",)):
         raise ValueError(
-            "loss must be False with scope or stats, got True; chain a second record for the loss"
+            "loss=True cannot be combined with scope or stats; chain a second record for the loss"
         )
     name = checked.name
 
@@ -202,7 +202,9 @@ def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
             hint = did_you_mean(stat, STATISTICS)
             raise ValueError(f"stats must be from {list(STATISTICS)}, got {stat!r}{hint}")
     if not given or len(set(given)) < len(given):
-        raise ValueError(f"stats must be distinct names from {list(STATISTICS)}, got {stats!r}")
+        raise ValueError(
+            f"stats must be one or more distinct names from {list(STATISTICS)}, got {stats!r}"
+        )
     return tuple(sorted(given))
 
 
@@ -334,8 +336,8 @@ def compute_statistics(
     if needing:
         if params is None:
             raise ValueError(
-                f"{options.name}: params must be passed to update for the statistics {needing}, "
-                "got None; use update(updates, state, params)"
+                f"{options.name}: params is required for the statistics {needing}; "
+                "use update(updates, state, params)"
             )
         weights, weights_plan = get_param_leaves(flat, params, plan, options)
     static = {"plan": plan, "weights_plan": weights_plan, "names": names, "norm": options.norm}

@@ -136,7 +136,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
         raise names_lost_error(f"the states of {nameless}")
     if not found:
         raise ValueError(
-            "opt_state must contain a skip wrapper or a stage that clips leaves, got neither; "
+            "opt_state must contain a skip wrapper or a stage that clips each leaf; "
             "wrap the optimizer in skip_nonfinite, or insert clip_by_norm(math.inf) into the chain"
         )
     bad: dict[str, None] = {}

@@ -205,7 +205,7 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
     if key is None:
         if is_needed:
             raise ValueError(
-                "key must be a key from jax.random or an int, got None; pass a key, or "
+                "key must be a JAX PRNG key or an int seed, got None; pass a key, or "
                 "noise_multiplier=0 (in optax.inject_hyperparams with "
                 'static_args=("noise_multiplier",))'
             )
@@ -220,7 +220,7 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
             result, rest = jax.random.fold_in(result, np.uint32(rest & 0xFFFFFFFF)), rest >> 32
         return result if int(key) >= 0 else jax.random.fold_in(result, 0)
     if not is_key(key):
-        raise TypeError(f"key must be one key from jax.random or an int, got {key!r}")
+        raise TypeError(f"key must be one JAX PRNG key or an int seed, got {key!r}")
     return jnp.asarray(key)
 
 

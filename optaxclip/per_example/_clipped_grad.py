@@ -85,9 +85,7 @@ class ClippedGrad:
         bound: Any = self.clip.threshold
         if isinstance(bound, Mapping):
             if params is None:
-                raise ValueError(
-                    "params must be set if threshold is a dict, got None; pass params="
-                )
+                raise ValueError("params is required when threshold is a dict; pass params=...")
             bound = self.clip.compute_thresholds(self._get_clipped_tree(flatten_params(params)))[2]
         return change * bound
 

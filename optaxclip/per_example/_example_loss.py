@@ -81,8 +81,8 @@ class ExampleLoss:
         collectives = meshes.manual_axes() and meshes.collective_primitives(program)
         if collectives:
             raise ValueError(
-                "loss_fn must depend on one example, but exchanges data between devices, using "
-                f"{', '.join(sorted(collectives))}; set axis_name=None for a BatchNorm"
+                "loss_fn must depend on only one example, but communicates across devices with "
+                f"{', '.join(sorted(collectives))}; set axis_name=None in BatchNorm layers"
             )
         # The inputs are the parameters, followed by the example.
         flags = [i >= len(measured) for i in range(len(program.jaxpr.invars))]
@@ -141,8 +141,8 @@ def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
             kinds = {"key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
             kind = kinds.get(key_dtype, "lax.rng_bit_generator")
             raise ValueError(
-                "keys of examples must have a type with independent bits under vmap, got "
-                f"{kind!r}, which generates all bits from the first key; use "
+                "PRNG keys of examples must generate independent bits under vmap, got "
+                f"{kind!r}, which derives all bits from the first key; use "
                 "jax.random.key(seed, impl='threefry2x32')"
             )
         outputs = [True] * len(eqn.outvars)

@@ -91,8 +91,7 @@ def noisy_mean(
     if not is_zero(noise_multiplier):
         if result.bound is None:
             raise ValueError(
-                "result.bound must be set for noise, got None; use the result of clipped_grad or "
-                "clip_sum"
+                "result.bound is required for noise; use the result of clipped_grad or clip_sum"
             )
         factors = {"noise_multiplier": noise_multiplier, "result.bound": result.bound}
         for argument, number in factors.items():
@@ -110,13 +109,13 @@ def _check_key(key: Any, leaves: list[Array]) -> Array:
     """Checks a key, and that parts of a sum on different devices get different noise."""
     if not is_key(key):
         raise (ValueError if key is None else TypeError)(
-            f"key must be one key from jax.random, got {short_repr(key)}; use a new key on every "
+            f"key must be one JAX PRNG key, got {short_repr(key)}; use a new key on every "
             "step, or noise_multiplier=0"
         )
     axes = meshes.tree_varying_axes(leaves) - meshes.varying_axes(key)
     if axes:
         raise ValueError(
-            "key must differ between devices with different sums, got the same key along "
+            "key must differ between devices with different sums, but is the same along "
             f"{sorted(axes)}; use jax.lax.psum(result.grads, ...), or jax.random.fold_in(key, "
             "jax.lax.axis_index()) if devices have parts of the sum"
         )
@@ -224,7 +223,9 @@ class QuantileThreshold(NamedTuple):
             noise = jax.random.normal(key, (), jnp.float32)  # f32[]
             count = count + cast_to_float32(self.count_noise) * noise
         elif isinstance(self.count_noise, Tracer) or self.count_noise != 0:
-            raise ValueError(f"key must be set if count_noise is {self.count_noise!r}, got None")
+            raise ValueError(
+                f"key is required when count_noise is {self.count_noise!r}; pass a PRNG key"
+            )
         fraction = jnp.clip(count / jnp.maximum(cast_to_float32(batch_size), 1) + 0.5, 0, 1)
         step = -cast_to_float32(self.learning_rate) * (fraction - cast_to_float32(self.target))
         moved = scale_by_exp(threshold, step) if self.geometric else threshold + step

@@ -178,7 +178,7 @@ def element_histogram(
     """
     rows = dict(histogram) if isinstance(histogram, Mapping) else {"": histogram}
     if not rows:
-        raise ValueError("histogram must contain at least one histogram, got an empty dict")
+        raise ValueError("histogram is an empty dict; pass at least one histogram")
     for name, row in rows.items():
         argument = f"histogram[{name!r}]" if name else "histogram"
         style.check_instance(row, Histogram, argument, "monitor.histograms")

@@ -130,8 +130,8 @@ def norms_over_steps(
     if isinstance(norms, Suggestion):
         if threshold is not None:
             raise ValueError(
-                f"threshold must be None with a suggestion, got {short_repr(threshold)}; pass "
-                "suggestion.norms to draw another threshold"
+                f"threshold={short_repr(threshold)} cannot be combined with a suggestion; pass "
+                "suggestion.norms to plot a different threshold"
             )
         suggestion, norms, threshold = norms, norms.norms, norms.threshold
         steps = suggestion.steps if steps is None else steps
@@ -141,7 +141,7 @@ def norms_over_steps(
         bound = None  # the suggestion is not to clip
     if bound is not None and bound.shape not in ((), y.shape):
         raise ValueError(
-            f"threshold must be a scalar or have shape {y.shape} like norms, got {bound.shape}"
+            f"threshold must be a scalar or have the shape {y.shape} of norms, got {bound.shape}"
         )
     axes = style.new_axes(ax)
     finite = np.isfinite(y)

@@ -51,11 +51,13 @@ def check_series(
     try:
         y = np.asarray(values, np.float64)  # [n]
     except (TypeError, ValueError) as error:
-        message = f"{name} must be real numbers in one axis, got {short_repr(values)}"
+        message = (
+            f"{name} must be a one-dimensional array of real numbers, got {short_repr(values)}"
+        )
         raise TypeError(message) from error
     if y.ndim != 1:
         raise ValueError(
-            f"{name} must have one axis, got shape {y.shape}; use one column of a record per "
+            f"{name} must be one-dimensional, got shape {y.shape}; use one column of a record per "
             "leaf or np.linalg.norm(norms, axis=1)"
         )
     if not y.size:

@@ -189,7 +189,7 @@ def loss_from_extra_args(
     loss = extra_args.get(argument)
     if loss is None:
         raise ValueError(
-            f"{name}: value or loss must be passed to the update, got neither; call "
+            f"{name}: value or loss is required; call "
             "update(grads, state, params, value=loss). Flax's TrainState.apply_gradients does not "
             "pass extra arguments, so call state.tx.update instead"
         )
@@ -250,8 +250,8 @@ def stateless_rule_state(threshold: ThresholdRule | dict[str, ThresholdRule], na
 
 def needs_state_message(name: str) -> str:
     return (
-        f"{name}: record must be True for a threshold that depends on earlier steps, got False; "
-        "remove record=False or use a constant threshold"
+        f"{name}: record=False cannot be combined with a threshold that depends on earlier "
+        "steps; remove record=False or use a constant threshold"
     )
 
 

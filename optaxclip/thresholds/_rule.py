@@ -119,7 +119,7 @@ def check_precision(number: Any, argument: str) -> None:
 def check_not_component(threshold: Any, argument: str) -> None:
     """Rejects values that are easily mistaken for thresholds: rule names, scopes and factories."""
     check_called(threshold, "optaxclip.thresholds", argument, "thresholds")
-    must = f"{argument} must be a number, a schedule or a rule, got"
+    must = f"{argument} must be a number, a schedule, or a rule, got"
     if isinstance(threshold, str):
         # Importing `optaxclip.thresholds` here would be circular.
         namespace = vars(sys.modules[__name__.rpartition(".")[0]])
@@ -173,8 +173,8 @@ def params_if_needed(rule: ThresholdRule, params: PyTree | None, name: str) -> P
     """Returns the parameters if the rule uses them, and None otherwise."""
     if rule.uses_params and params is None:
         raise ValueError(
-            f"{name}: params must be passed if a threshold is relative to the parameters, got "
-            "None; call update(grads, state, params)"
+            f"{name}: params is required when a threshold is relative to the "
+            "parameters; call update(grads, state, params)"
         )
     return params if rule.uses_params else None
 
@@ -243,7 +243,7 @@ def call_rule(
         _shapes(new) != _shapes(state) or _float_flags(new) != _float_flags(state)
     ):
         raise ValueError(
-            f"{must} a state with the structure, shapes and kinds of dtypes of the previous "
+            f"{must} a state with the structure, shapes, and kinds of dtypes of the previous "
             f"state, {_describe(state)}, got {_describe(new)}"
         )
     return thresholds, jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), new)

@@ -59,7 +59,7 @@ class Heads:
             head_dim_axis = operator.index(self.head_dim_axis)
         except (TypeError, ValueError):
             raise TypeError(
-                "axis must be an int or a sequence of ints, head_dim_axis an int, and power a "
+                "axis must be an int or a sequence of ints; head_dim_axis, an int; and power, a "
                 f"number or pairs (elements, power), got {self}"
             ) from None
         if not all(count >= 1 and 0 <= power <= 1 for count, power in segments):
@@ -88,7 +88,7 @@ def resolve_heads(
     is_divided = isinstance(heads.power, Sequence)
     used_axes = (*axes, heads.head_dim_axis) if is_divided else axes
     if any(not -rank <= axis < rank for axis in used_axes):
-        raise ValueError(f"heads must use axes of leaf '{name}' of shape {shape}, got {used_axes}")
+        raise ValueError(f"heads uses axes {used_axes}, but leaf '{name}' has shape {shape}")
     axes = tuple(axis % rank for axis in axes)
     if len(set(axes)) < len(axes):
         raise ValueError(f"heads must use distinct axes of leaf '{name}', got {axes}")
@@ -102,8 +102,8 @@ def resolve_heads(
         sizes[-1] //= elements
     elif head_dim_axis in axes or shape[head_dim_axis] != elements:
         raise ValueError(
-            f"heads must divide axis {head_dim_axis} of leaf '{name}' of shape {shape}, got "
-            f"{elements} elements per head"
+            f"heads must divide axis {head_dim_axis} of leaf '{name}' (shape {shape}) evenly, but "
+            f"have {elements} elements each"
         )
     return HeadLayout(rank, axes, head_dim_axis, segments), tuple(sizes)
 
@@ -246,7 +246,7 @@ def clip_attention_logits(
         for value, argument in ((params, "params"), (max_logits, "max_logits")):
             if value is None:
                 raise ValueError(
-                    f"{name}: {argument} must be passed to update, got None; call update(updates, "
+                    f"{name}: {argument} is required; call update(updates, "
                     "state, params, max_logits=...) with the largest logits of the heads"
                 )
         head_leaves = _find_head_leaves(flat, heads)

@@ -53,8 +53,8 @@ class NamedMoments(NamedTuple):
         for path, leaf, average in rows:
             if np.shape(leaf) != np.shape(average):
                 raise ValueError(
-                    f"{name}: leaf '{path}' must have shape {np.shape(average)} as in init, got "
-                    f"{np.shape(leaf)}; initialize the state again"
+                    f"{name}: leaf '{path}' must have its shape {np.shape(average)} from init, got "
+                    f"{np.shape(leaf)}; reinitialize the state"
                 )
         return averages
 
@@ -69,7 +69,9 @@ def check_dense(flat: FlatTree, name: str) -> FlatTree:
     """Checks that a tree has no sparse leaves and returns it."""
     for leaf, path in zip(flat.inexact_leaves(), flat.names(), strict=True):
         if is_sparse(leaf):
-            raise TypeError(f"{name}: leaf '{path}' must be dense, got a BCOO; pass leaf.todense()")
+            raise TypeError(
+                f"{name}: leaf '{path}' must be dense, got a BCOO array; pass leaf.todense()"
+            )
     return flat
 
 
@@ -247,7 +249,7 @@ def clip_by_second_moment(
         if unknown:
             raise ValueError(
                 f"{name}: the updates must have the leaves passed to init, got the new leaves "
-                f"{unknown}; initialize the state again"
+                f"{unknown}; reinitialize the state"
             )
         operands = (flat.inexact_leaves(), old.get(flat, name), state.steps)
         clipped, count, moments = _clip_and_update(settings, *operands, period=period)

@@ -456,7 +456,7 @@ def skip_above(
     """
     check = validation.check_choice(check, get_args(CheckedTree), "check")
     if check == "updates" and known_norm is not None:
-        raise ValueError(f"known_norm must be None with check='updates', got {known_norm!r}")
+        raise ValueError(f"known_norm={known_norm!r} cannot be combined with check='updates'")
     rule = None if loss_threshold is None else check_loss_threshold(loss_threshold)
     checked = Options.create(norm=norm, known_norm=known_norm, **options)
     settings = {"check": check, "loss_threshold": rule, "options": checked}

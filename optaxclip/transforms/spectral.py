@@ -284,7 +284,7 @@ class _SingularValues(ClipMethod):
         for i, (leaf, name) in enumerate(zip(leaves, plan.leaf_names, strict=True)):
             subject = f"{options.name}: leaf '{name}' of shape {leaf.shape}"
             if is_sparse(leaf):
-                raise TypeError(f"{subject} must be dense, got a BCOO; pass leaf.todense()")
+                raise TypeError(f"{subject} must be dense, got a BCOO array; pass leaf.todense()")
             axes = plan.placement.axes_of(i)
             if axes and meshes.manual_axes():
                 raise ValueError(

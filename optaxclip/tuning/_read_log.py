@@ -363,8 +363,8 @@ def _read_events(path: Path, column: str | None) -> Any:
     folders = sorted({str(file.parent if path.is_dir() else file) for file in files})
     if len(folders) != 1:
         raise ValueError(
-            f"path must contain the event files of one run, got {path} with {len(folders)}; pass "
-            f"one of {folders}"
+            f"path must contain the event files of a single run, but {path} contains "
+            f"{len(folders)} runs; pass one of {folders}"
         )
     events = events_of(folders[0], {"scalars": 0, "tensors": 0})
     tags = events.Reload().Tags()

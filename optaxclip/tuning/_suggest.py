@@ -295,7 +295,7 @@ def _check_norms(norms: HostArrayLike) -> Floats:
     if array.dtype.kind not in "fiu" and array.dtype != jnp.bfloat16:
         raise TypeError(f"norms must be real numbers, got dtype {array.dtype}")
     if array.ndim != 1:
-        raise ValueError(f"norms must have one axis, got shape {array.shape}; pass one run")
+        raise ValueError(f"norms must be one-dimensional, got shape {array.shape}; pass one run")
     values = array.astype(np.float64)
     negative = np.flatnonzero(values < 0)
     if negative.size:

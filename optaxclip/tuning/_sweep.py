@@ -117,7 +117,7 @@ def sweep(
     """
     values = np.asarray(thresholds, np.float32)
     if values.ndim != 1 or not values.size or not (values > 0).all():
-        raise ValueError(f"thresholds must be positive numbers in one axis, got {thresholds!r}")
+        raise ValueError(f"thresholds must be one-dimensional and positive, got {thresholds!r}")
     values = np.unique(values)
     steps = check_int(steps, 1, "steps")
     data = _check_data(data, steps)
@@ -125,7 +125,7 @@ def sweep(
         key = jax.random.key(key)
     dtype = getattr(key, "dtype", np.dtype(object))
     if np.ndim(key) or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise TypeError(f"key must be one key from jax.random or an int, got {short_repr(key)}")
+        raise TypeError(f"key must be one JAX PRNG key or an int seed, got {short_repr(key)}")
     # All runs start from the same state.
     state = jax.jit(init_fn)(key)
     _check_step(step_fn, state, jax.tree.map(lambda x: x[0], data))

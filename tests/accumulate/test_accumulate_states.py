@@ -62,7 +62,7 @@ def test_a_state_that_is_none_is_the_first_or_an_error_where_a_threshold_learns(
     for options in LEARNING.values():
         made = accumulate.value_and_grad(loss_fn, microbatch_size=2, **options)
         for call in (made, lambda w, x: made(w, x, state=None)):  # noqa: B023
-            said = r"state must be .*, got None; .* grad_fn\.init\(\*args\) on the first step"
+            said = r"state is required .*; .* grad_fn\.init\(\*args\) on the first step"
             with pytest.raises(ValueError, match=said):
                 jax.eval_shape(call, w, x)
     options = {"clip": 1.0, "reject_rule": 5.0}

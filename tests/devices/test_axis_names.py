@@ -78,8 +78,8 @@ def test_specs_accept_axes_outside_shard_map():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (P("date"), r"must use mesh axes from \['a', 'b'\], got \['date'\]"),
-        (P(("a", "date")), r"must use mesh axes from .*, got \['date'\]"),
+        (P("date"), r"must use only the mesh axes \['a', 'b'\], got \['date'\]"),
+        (P(("a", "date")), r"must use only the mesh axes .*, got \['date'\]"),
         (P(P.UNCONSTRAINED), "must name the mesh axes that shard a leaf, got UNCONSTRAINED"),
     ],
     ids=str,
@@ -219,7 +219,7 @@ MAPS = {
 def test_unknown_axis_name_raises(kind):
     for name in ("date", ("a", "date")):
         way = MAPS[kind](functools.partial(ops.clip_by_norm, clip_norm=1.0, axis_name=name))
-        with pytest.raises(ValueError, match=r"axis_name must be a mapped axis, got 'date'"):
+        with pytest.raises(ValueError, match=r"axis_name must name a mapped axis, got 'date'"):
             jax.eval_shape(way, WHOLE)
 
 
@@ -254,7 +254,7 @@ def test_device_dependent_scalars_raise_with_shared_norm(what):
     for told in ({}, {"axis_name": "a"}, {"specs": P("a")}):
         with pytest.raises(
             ValueError,
-            match=rf"{argument} must be equal on .* got a value that varies over \['a'\]",
+            match=rf"{argument} must have one value on .* but it varies over \['a'\]",
         ):
             run(**told)
         run(lambda n: jax.lax.pmean(n, "a"), **told)

@@ -52,7 +52,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize(("check_vma", "kind"), [*product([True, False], GRADIENTS)])
 def test_sharded_params_raise_in_shard_map(check_vma, kind):
-    message = r"varies over \['x'\]" if check_vma else "specs must be set"
+    message = r"varies over \['x'\]" if check_vma else "specs is required"
     for loss, *in_specs in SPLIT.values():
         run = on_devices(GRADIENTS[kind](loss), tuple(in_specs), P(), check_vma)
         with pytest.raises(ValueError, match=f"{message}.* jit on an explicit mesh"):
@@ -75,9 +75,7 @@ def less_the_mean(w, x):
 @pytest.mark.parametrize(("check_vma", "kind"), [*product([True, False], GRADIENTS)])
 def test_loss_with_collectives_raises_in_shard_map(check_vma, kind, loss):
     run = on_devices(GRADIENTS[kind](loss, specs=P()), (P(), P("x")), P(), check_vma)
-    with pytest.raises(
-        ValueError, match=r"loss_fn must .* exchanges data between devices, using psum"
-    ):
+    with pytest.raises(ValueError, match=r"loss_fn must .* communicates across devices with psum"):
         jax.eval_shape(run, jnp.zeros(16), X)
 
 
@@ -90,7 +88,7 @@ CLIPS = {
 
 @pytest.mark.parametrize(("check_vma", "clip"), [*product([True, False], CLIPS)])
 def test_sharded_per_example_gradients_raise_in_shard_map(check_vma, clip):
-    unknown = "sharded within examples" if check_vma else "specs must be set"
+    unknown = "sharded within examples" if check_vma else "specs is required"
     for spec, specs, message in (
         (P(None, "x"), None, unknown),
         (P("x"), None, unknown),
@@ -99,7 +97,7 @@ def test_sharded_per_example_gradients_raise_in_shard_map(check_vma, clip):
         run = on_devices(functools.partial(CLIPS[clip], specs=specs), (spec,), P(), check_vma)
         with pytest.raises(ValueError, match=rf"{message}.*specs=PartitionSpec\(\"axis\"\)"):
             jax.eval_shape(run, X)
-    with pytest.raises(ValueError, match="specs must be set inside pmap"):
+    with pytest.raises(ValueError, match="specs is required inside pmap"):
         jax.eval_shape(jax.pmap(CLIPS[clip], axis_name="x"), X.reshape(8, 2, 16))
 
 

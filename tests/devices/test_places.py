@@ -130,7 +130,7 @@ def test_placement_in_tracked_region_reads_varying_axes():
     specs = {"x": P("a", "b"), "y": P("b")}
     found = in_region(specs, given=specs)
     assert_place(found, MappedShardings, (A, B), ((("b",),), ()))
-    with pytest.raises(ValueError, match="must be set for a sharded leaf with several norms"):
+    with pytest.raises(ValueError, match="specs is required for a sharded leaf with several norms"):
         in_region({"x": P("a"), "y": P()})
     with pytest.raises(ValueError, match=r"that also varies over \['b'\]"):
         in_region(specs, given=P("a"))

@@ -26,13 +26,13 @@ MOST = 2**31 - 1
 @pytest.mark.parametrize("value", [2, np.int64(2), np.array(2)])
 def test_check_int_accepts_integers_above_minimum(value):
     assert validation.check_int(value, 2, "size") == 2
-    with pytest.raises(ValueError, match=r"^size must be an int of at least 3, got "):
+    with pytest.raises(ValueError, match=r"^size must be an int >= 3, got "):
         validation.check_int(value, 3, "size")
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 2.0, "2", None, jnp.int32(2)])
 def test_check_int_rejects_non_integers(value):
-    with pytest.raises(TypeError, match=r"^size must (be an int of at least 1|not be a JAX array)"):
+    with pytest.raises(TypeError, match=r"^size must (be an int >= 1|not be a JAX array)"):
         validation.check_int(value, 1, "size")
 
 
@@ -44,7 +44,7 @@ def test_check_int_or_scalar_accepts_arrays_and_saturates():
     assert count(jnp.int32(0), minimum=0) == 0
     for wrong, kind, said in (
         (jnp.int32(0), ValueError, "steps must be at least 1, got 0"),
-        (0, ValueError, "steps must be an int of at least 1, got 0"),
+        (0, ValueError, "steps must be an int >= 1, got 0"),
         (jnp.float32(2), TypeError, "steps must be an integer, got an array of dtype float32"),
         (jnp.ones(1, int), ValueError, r"steps must be a scalar, got an array of shape \(1,\)"),
     ):

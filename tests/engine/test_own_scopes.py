@@ -82,7 +82,7 @@ WRONG = {
     "two in a scalar": (
         scopes.Grouping((scopes.Group(("a",), (0,)), scopes.Group(("b",), (1,))), WHOLE, "scalar"),
         ValueError,
-        'must have one group in the layout "scalar", got 2',
+        'with layout="scalar" must have one group, got 2',
     ),
 }
 

@@ -59,7 +59,7 @@ def test_skip_above_without_loss_explains_train_state():
     tx = skip_above(optax.sgd(0.1), jnp.inf, loss_threshold=rule)
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
     said = (
-        r"got neither; call update\(grads, state, params, value=loss\)\. Flax's "
+        r"value or loss is required; call update\(grads, state, params, value=loss\)\. Flax's "
         r"TrainState\.apply_gradients does not pass extra arguments, so call "
         r"state\.tx\.update instead$"
     )

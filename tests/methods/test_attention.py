@@ -237,11 +237,11 @@ def test_max_logits_compare_in_float32_or_wider():
 ERRORS = {
     "no params": (
         {"params": None},
-        r"params must be passed to update, got None; .*max_logits=\.\.\.",
+        r"params is required; .*max_logits=\.\.\.",
     ),
     "no logits": (
         {"logits": None},
-        r"max_logits must be passed to update, got None; call update",
+        r"max_logits is required; call update",
     ),
     "other params": (
         {"params": {"query": LAYER["query"]}},
@@ -263,36 +263,42 @@ ERRORS = {
     "nowhere": ({"heads": lambda *_: None}, r"got None for all of \['key', 'query'\]"),
     "axis": (
         {"heads": lambda *_: Heads(3)},
-        r"must use axes of leaf 'key' of shape \(1, 2, 2\), got \(3,\)",
+        r"heads uses axes \(3,\), but leaf 'key' has shape \(1, 2, 2\)",
     ),
     "axis below": (
         {"heads": lambda *_: Heads(-4)},
-        r"must use axes of leaf 'key' .*, got \(-4,\)",
+        r"heads uses axes \(-4,\), but leaf 'key' has shape",
     ),
-    "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "must use axes of leaf 'key'"),
+    "axis of parts": (
+        {"heads": lambda *_: Heads(3, ((2, 1.0),))},
+        "heads uses axes .*, but leaf 'key' has",
+    ),
     "no axis of entries": (
         {"heads": lambda *_: Heads(1, ((2, 1.0),), head_dim_axis=3)},
-        "must use axes of leaf 'key'",
+        "heads uses axes .*, but leaf 'key' has",
     ),
     "half a head": (
         {"heads": lambda *_: Heads(-1, ((3, 1.0),))},
-        r"must divide axis 2 of leaf 'key' .*, got 3 elements per head",
+        r"must divide axis 2 of leaf 'key' .* evenly, but have 3 elements each",
     ),
     "heads as entries": (
         {"heads": lambda *_: Heads((0, 1), ((1, 1.0),), head_dim_axis=0)},
-        r"must divide axis 0 of leaf 'key' .*, got 1 elements per head",
+        r"must divide axis 0 of leaf 'key' .* evenly, but have 1 elements each",
     ),
     "twice": ({"heads": lambda *_: Heads((1, -2))}, "must use distinct axes of leaf 'key', "),
     "entries": (
         {"heads": lambda *_: Heads(1, ((3, 1.0),))},
-        r"must divide axis 2 of leaf 'key' .*, got 3 elements per head",
+        r"must divide axis 2 of leaf 'key' .* evenly, but have 3 elements each",
     ),
 }
 
 
 def test_clip_attention_logits_schedule_requires_record():
     with pytest.raises(
-        ValueError, match="clip_attention_logits: record must be True for a threshold that depends"
+        ValueError,
+        match=(
+            "clip_attention_logits: record=False cannot be combined with a threshold that depends"
+        ),
     ):
         optaxclip.clip_attention_logits(lambda count: 1.0, heads=one_layer, record=False)
 

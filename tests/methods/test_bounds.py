@@ -70,7 +70,10 @@ def test_clip_by_value_combines_schedule_and_number(bounds, expected):
 def test_clip_by_value_schedule_requires_state(bounds):
     with pytest.raises(
         ValueError,
-        match=r"^clip_by_value: record must be True for a threshold that depends on earlier steps",
+        match=(
+            r"^clip_by_value: record=False cannot be "
+            r"combined with a threshold that depends on earlier steps"
+        ),
     ):
         optaxclip.clip_by_value(*bounds, record=False)
     with pytest.raises(

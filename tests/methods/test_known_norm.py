@@ -69,5 +69,7 @@ def test_known_norm_rejects_group_norms_and_mask():
         ValueError, match=r"must be None for scopes with several groups, got .* scopes\.tree"
     ):
         by_leaf.update(GRADS, by_leaf.init(GRADS), grad_norm=50.0)
-    with pytest.raises(ValueError, match="known_norm must be None with nonfinite='mask'"):
+    with pytest.raises(
+        ValueError, match="known_norm='grad_norm' cannot be combined with nonfinite='mask'"
+    ):
         told(1.0, nonfinite="mask")

@@ -225,7 +225,7 @@ def test_record_stores_losses():
     np.testing.assert_array_equal(monitor.history(state, "losses"), [2.0, np.nan, 4.0])
     assert monitor.history_names(state, "losses") == ("loss",)
     np.testing.assert_array_equal(monitor.history(state, "record"), [1.0, 1.0, 1.0])
-    with pytest.raises(ValueError, match=r"^losses: value or loss must be passed .*; call update"):
+    with pytest.raises(ValueError, match=r"^losses: value or loss is required; call update"):
         tx.update(jnp.ones(1), state)
 
 

@@ -380,7 +380,7 @@ def test_clip_by_spectral_norm_accepts_rule_per_matrix():
 
 def test_clip_by_spectral_norm_rejects_sparse_leaves():
     with pytest.raises(
-        TypeError, match=r"leaf 'w' .* must be dense, got a BCOO; pass leaf\.todense"
+        TypeError, match=r"leaf 'w' .* must be dense, got a BCOO array; pass leaf\.todense"
     ):
         clip_by_spectral_norm(1.0).update(
             {"w": BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))}, None

@@ -66,12 +66,18 @@ def test_record_false_rejects_adaptive_rules_and_schedules():
     threshold_values = {"matrix": 1.0, "vector": thresholds.zscore()}
     with pytest.raises(
         ValueError,
-        match=r"^clip_by: record must be True for a threshold that depends on earlier steps",
+        match=(
+            r"^clip_by: record=False cannot be "
+            r"combined with a threshold that depends on earlier steps"
+        ),
     ):
         optaxclip.clip_by(scopes.group(label), threshold_values, record=False)
     with pytest.raises(
         ValueError,
-        match=r"^mine: record must be True for a threshold that depends on earlier steps",
+        match=(
+            r"^mine: record=False cannot be "
+            r"combined with a threshold that depends on earlier steps"
+        ),
     ):
         optaxclip.clip_by_global_norm(optax.constant_schedule(1.0), record=False, name="mine")
 

@@ -334,12 +334,12 @@ def test_dtype_fit_of_float64_needs_no_scale(dtype):
 @pytest.mark.parametrize(
     ("dtype", "error", "message"),
     [
-        (None, TypeError, "dtype must be a number format.*got None"),
-        (3, TypeError, "dtype must be a number format.*got 3"),
-        ("float17", ValueError, "dtype must be the name of a number format.*'float17'"),
-        (jnp.int8, ValueError, "dtype must be a real floating-point format.*int8"),
-        (jnp.complex64, ValueError, "dtype must be a real floating-point format.*complex64"),
-        (jnp.float8_e8m0fnu, ValueError, "dtype must be a format with a sign and 0"),
+        (None, TypeError, "dtype must be a numeric dtype.*got None"),
+        (3, TypeError, "dtype must be a numeric dtype.*got 3"),
+        ("float17", ValueError, "dtype must be the name of a numeric dtype.*'float17'"),
+        (jnp.int8, ValueError, "dtype must be a real floating-point dtype.*int8"),
+        (jnp.complex64, ValueError, "dtype must be a real floating-point dtype.*complex64"),
+        (jnp.float8_e8m0fnu, ValueError, "dtype must be a dtype with a sign and 0"),
     ],
 )
 def test_dtype_fit_refuses_other_types(dtype, error, message):

@@ -297,5 +297,5 @@ def test_record_passes_updates_through():
     ):
         tx.update(GRADS | {"v": jnp.ones(1)}, state)
     for window in (0, -1, 2.0, None):
-        with pytest.raises((TypeError, ValueError), match="window must be an int of at least 1"):
+        with pytest.raises((TypeError, ValueError), match="window must be an int >= 1"):
             monitor.record(window)

@@ -157,7 +157,7 @@ def test_noise_scale_keeps_state_structure():
         (
             lambda: run(monitor.noise_scale(), None),
             ValueError,
-            "noise must be passed to update, got None; use",
+            "noise is required; pass",
         ),
         (lambda: run(monitor.noise_scale(), 3.0), TypeError, "noise must be the NoiseSums"),
     ],

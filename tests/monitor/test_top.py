@@ -134,9 +134,9 @@ def test_top_rejects_invalid_values():
             ValueError, match=r"^top must be 0 if .* got 3; insert monitor\.record\(scope=scopes"
         ):
             function(state, top=3)
-        with pytest.raises(ValueError, match="top must be an int of at least 0, got -1"):
+        with pytest.raises(ValueError, match="top must be an int >= 0, got -1"):
             function(state, top=-1)
-        with pytest.raises(TypeError, match=r"top must be an int of at least 0, got 1\.5"):
+        with pytest.raises(TypeError, match=r"top must be an int >= 0, got 1\.5"):
             function(state, top=1.5)
     lost = serialization.to_state_dict(after(optaxclip.clip_by_norm(1.0), GRADS))
     assert column(monitor.metrics(lost, top=2), "clip", "index", 2) == [1, 3]

@@ -118,7 +118,7 @@ def test_bad_leaves_names_nonfinite_groups():
         assert monitor.bad_leaves(state) == chains[name][1], name
     with pytest.raises(
         ValueError,
-        match=r"must contain a skip wrapper or a stage that clips leaves, got neither; wrap",
+        match=r"must contain a skip wrapper or a stage that clips each leaf; wrap",
     ):
         monitor.bad_leaves(optaxclip.clip_by_global_norm(1.0).init(bad))
     probe = optax.chain(optaxclip.clip_by_norm(np.inf), optaxclip.clip_by_global_norm(1.0))
@@ -197,7 +197,7 @@ def test_step_status_errors_explain_remedy():
     of_tree = optaxclip.clip_by_global_norm(1.0).init(GRADS)
     with pytest.raises(
         ValueError,
-        match=r"must contain a skip wrapper or a stage that clips leaves, got neither; wrap",
+        match=r"must contain a skip wrapper or a stage that clips each leaf; wrap",
     ):
         monitor.bad_leaves(of_tree)
     assert monitor.bad_leaves((of_tree, state)) == ()
@@ -210,5 +210,5 @@ def test_step_status_errors_explain_remedy():
     ):
         monitor.step_status(of_tree)
     for wrong in (0, -1, 1.5, "a"):
-        with pytest.raises((TypeError, ValueError), match="roll_back_after must be an int of at"):
+        with pytest.raises((TypeError, ValueError), match="roll_back_after must be an int >="):
             monitor.step_status(state, wrong)

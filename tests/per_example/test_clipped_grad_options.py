@@ -181,7 +181,7 @@ def test_thresholds_by_name_count_as_often_as_there_are_groups():
     fn = per_example.clipped_grad(loss_fn, {"all": 2.0}, **options)
     assert fn.sensitivity(params=PARAMS) == 2.0
     with pytest.raises(
-        ValueError, match=r"params must be set if threshold is a dict, got None; pass params="
+        ValueError, match=r"params is required when threshold is a dict; pass params="
     ):
         fn.sensitivity()
 

@@ -96,7 +96,11 @@ def test_equal_runs_are_all_seen():
             {},
             r"norms of 'a' must not be empty, got shape \(0,\); record some steps first",
         ),
-        ({"a": np.ones((3, 2))}, {}, r"must have one axis, got shape \(3, 2\); use one column .*"),
+        (
+            {"a": np.ones((3, 2))},
+            {},
+            r"must be one-dimensional, got shape \(3, 2\); use one column .*",
+        ),
         (
             {"a": [1.0]},
             {"steps": [1, 2]},
@@ -127,7 +131,11 @@ def test_norm_curves_need_number_as_threshold(threshold):
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("values", ["log.csv", ["a", "b"], [[1.0], [2.0, 3.0]], {"a": 1.0}])
 def test_curves_are_of_real_numbers(values):
-    with pytest.raises(TypeError, match=r"norms of 'a' must be real numbers in one axis, got "):
+    with pytest.raises(
+        TypeError, match=r"norms of 'a' must be a one-dimensional array of real numbers, got "
+    ):
         plots.norm_curves({"a": values})
-    with pytest.raises(TypeError, match=r"norms must be real numbers in one axis, got "):
+    with pytest.raises(
+        TypeError, match=r"norms must be a one-dimensional array of real numbers, got "
+    ):
         plots.norms_over_steps(values)

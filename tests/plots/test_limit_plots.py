@@ -69,12 +69,12 @@ def test_norms_over_steps_marks_points_without_neighbors():
             {"threshold": 1.0},
             r"norms must not be empty, got shape \(0,\); record some steps first",
         ),
-        (np.ones((3, 2)), {}, r"norms must have one axis, got shape \(3, 2\); use one column"),
-        (3.0, {}, r"norms must have one axis, got shape \(\)"),
+        (np.ones((3, 2)), {}, r"norms must be one-dimensional, got shape \(3, 2\); use one column"),
+        (3.0, {}, r"norms must be one-dimensional, got shape \(\)"),
         (
             [1.0],
             {"threshold": [1.0, 2.0]},
-            r"threshold must be a scalar or have shape \(1,\) like norms, got \(2,\)",
+            r"threshold must be a scalar or have the shape \(1,\) of norms, got \(2,\)",
         ),
         (
             [1.0],
