@@ -356,7 +356,7 @@ def muon_labels(
         except ValueError as error:
             raise ValueError(
                 "weight_dimension_numbers must be a pytree prefix of the parameters, with "
-                f"MuonDimensionNumbers or None as leaves; fix the error: {error}"
+                f"MuonDimensionNumbers or None as leaves, but matching it failed: {error}"
             ) from None
 
     return label_params

@@ -102,8 +102,8 @@ def resolve_heads(
         sizes[-1] //= elements
     elif head_dim_axis in axes or shape[head_dim_axis] != elements:
         raise ValueError(
-            f"heads must divide axis {head_dim_axis} of leaf '{name}' (shape {shape}) evenly, but "
-            f"have {elements} elements each"
+            f"axis {head_dim_axis} of leaf '{name}' (shape {shape}) must be divisible by the size "
+            f"of a head, got {elements}"
         )
     return HeadLayout(rank, axes, head_dim_axis, segments), tuple(sizes)
 

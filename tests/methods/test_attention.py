@@ -279,16 +279,16 @@ ERRORS = {
     ),
     "half a head": (
         {"heads": lambda *_: Heads(-1, ((3, 1.0),))},
-        r"must divide axis 2 of leaf 'key' .* evenly, but have 3 elements each",
+        r"axis 2 of leaf 'key' .* must be divisible by the size of a head, got 3",
     ),
     "heads as entries": (
         {"heads": lambda *_: Heads((0, 1), ((1, 1.0),), head_dim_axis=0)},
-        r"must divide axis 0 of leaf 'key' .* evenly, but have 1 elements each",
+        r"axis 0 of leaf 'key' .* must be divisible by the size of a head, got 1",
     ),
     "twice": ({"heads": lambda *_: Heads((1, -2))}, "must use distinct axes of leaf 'key', "),
     "entries": (
         {"heads": lambda *_: Heads(1, ((3, 1.0),))},
-        r"must divide axis 2 of leaf 'key' .* evenly, but have 3 elements each",
+        r"axis 2 of leaf 'key' .* must be divisible by the size of a head, got 3",
     ),
 }
 
