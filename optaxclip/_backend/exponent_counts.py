@@ -72,7 +72,7 @@ def propagate_carry(words: Array) -> Array:
     return lax.concatenate([remainder, high + carry], low.ndim - 2)
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _count(
     leaf: Array, axes: tuple[int, ...], integer: jnp.dtype, wide: bool, is_whole: bool

@@ -68,7 +68,7 @@ def _sum_on_cpu(
     return [_sum_powers_on_cpu(x, over, norm) for x, over in zip(leaves, axes, strict=True)]
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _sum_powers_on_cpu(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
     # The L2 norm converts different values than the other norms, because XLA on CPUs materializes a
@@ -81,7 +81,7 @@ def _sum_powers_on_cpu(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
     return lax.reduce_sum(powers.astype(jnp.float64), axes)
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames="axes")
 def max_abs_on_cpu(x: Array, *, axes: tuple[int, ...]) -> Array:
     """Returns the largest absolute value of float32 elements, or NaN if an element is NaN."""
@@ -120,7 +120,7 @@ def _sum_on_gpu(
     return sums
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _sum_powers_on_gpu(
     leaves: tuple[Array, ...], axes: tuple[int, ...], norm: Norm, in_one_piece: bool
@@ -144,8 +144,9 @@ def _sum_powers_on_gpu(
 
 def _fold_rows(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
     """Sums groups of up to 256 elements along the last reduced axes, if there are few columns."""
-    # Otherwise, XLA materializes the converted elements of narrow dtypes (as of JAX 0.10.2). AGC of
-    # bfloat16 matrices `[4096, 1024]` then moves 18 times the size of the gradients, not 2.1 times.
+    # Otherwise, XLA materializes the converted elements of low-precision dtypes (as of JAX 0.10.2).
+    # AGC of bfloat16 matrices `[4096, 1024]` then moves 18 times the size of the gradients, not 2.1
+    # times.
     last = max(axes, default=-1)
     columns = x.shape[last + 1 :]
     if static_size_or_none(x.size) is None or not (axes and columns):

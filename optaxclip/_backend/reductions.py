@@ -1,8 +1,8 @@
-"""Sums powers and products of a leaf's elements with the fastest method of each platform.
+"""Sums powers and products of a leaf's elements using the fastest method on each platform.
 
-In float32, a sum of squares is exact up to rounding for norms from 2**-31 to 2**64, regardless of
-the number of elements. For smaller norms, elements are multiplied by 2**88 before they are squared,
-and for larger norms by 2**-88.
+In float32, a sum of squares is accurate to within rounding errors for norms from 2**-31 to 2**64,
+regardless of the number of elements. For smaller norms, elements are multiplied by 2**88 before
+they are squared, and for larger norms by 2**-88.
 """
 
 import functools
@@ -23,7 +23,7 @@ from optaxclip._base.numerics import cast_elements, clamp_to_finite, select, spl
 from optaxclip.norms import Norm, l2
 
 ScaledSums = tuple[Array, ...]
-"""Sums of powers at all scales, for a leaf, a group, or an array of groups."""
+"""Sums of powers, one per scale, for a leaf, a group, or an array of groups."""
 
 MAX_NUM_ELEMENTS = 2.0**40
 """Upper bound on the number of elements in a sum."""
@@ -34,9 +34,10 @@ def dispatch_reduction(
 ) -> Callable[[list[Array]], Any]:
     """Selects between a sum in float64 and sums at several scales, depending on the platform.
 
-    Both are functions of leaves. Where a sum in float64 is faster, `in_float64` is called with
-    64-bit types enabled and with `platform`, the `kernels.Float64Sums` of the platform. `whole`
-    must be the result of `is_full_local_reduction` for the leaves.
+    Both `in_float64` and `at_scales` take a list of leaves. On platforms where a sum in float64 is
+    faster, `in_float64` is called with 64-bit types enabled. It receives the `kernels.Float64Sums`
+    of the platform as `platform`. `whole` must be the result of `is_full_local_reduction` for the
+    leaves.
     """
     on_cpu, on_gpu = (
         jax.enable_x64(True)(functools.partial(in_float64, platform=sums))
@@ -60,15 +61,15 @@ def underflow_bound(dtype: jax.typing.DTypeLike) -> float:
 
 def overflow_bound(dtype: jax.typing.DTypeLike) -> float:
     """Returns the product of norms above which the large scale is used."""
-    # At the large scale, larger products exceed `underflow_bound`, and neither factor underflows.
-    # Two products, because the square of the step overflows a Python float for float64.
+    # Products above this bound exceed `underflow_bound` at the large scale, and neither factor
+    # underflows. Multiply by the step twice: for float64, its square would overflow a Python float.
     in_range = underflow_bound(dtype) * scale_step(dtype) * scale_step(dtype)
     return max(in_range, float(jnp.finfo(dtype).max) / MAX_NUM_ELEMENTS)
 
 
 def prescale_factors(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
     """Returns the powers of two that elements are multiplied by before the norm is applied."""
-    # The second factor prevents sums from overflowing, the third one squares from underflowing.
+    # The second factor keeps sums from overflowing, and the third keeps squares from underflowing.
     up = scale_step(dtype)
     by_degree: dict[float, tuple[float, ...]] = {0: (1.0,), 1: (1.0, 1 / up), 2: (1.0, 1 / up, up)}
     return by_degree[norm.degree]
@@ -77,17 +78,17 @@ def prescale_factors(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ..
 def is_full_local_reduction(
     leaves: Sequence[Array], axes: Sequence[tuple[int, ...]], *, in_one_piece: bool
 ) -> bool:
-    """Returns `True` if all axes are reduced, and the compiler does not shard the leaves."""
+    """Returns whether all axes are reduced and the compiler does not shard the leaves."""
     reduces_all = all(len(over) == x.ndim for x, over in zip(leaves, axes, strict=True))
     return reduces_all and (in_one_piece or bool(meshes.manual_axes()))
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype", "in_one_piece"))
 def compute_scaled_sums(
     leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
 ) -> ScaledSums:
-    """Computes the sums of a leaf at all scales."""
+    """Computes the sums of powers of a leaf, one per scale."""
     whole = is_full_local_reduction([leaf], [axes], in_one_piece=in_one_piece)
     x = cast_elements(leaf, dtype)
     factors = _hide_from_xla(prescale_factors(norm, dtype), dtype)
@@ -96,9 +97,9 @@ def compute_scaled_sums(
 
 
 def _hide_from_xla(constants: tuple[float, ...], dtype: jnp.dtype) -> tuple[float | Array, ...]:
-    """Hides constants from the algebraic simplifications of XLA."""
+    """Hides constants from XLA's algebraic simplifier."""
     # Otherwise, XLA rewrites `(x * scale)**2` to `x**2 * scale**2` if all elements of `x` are equal
-    # (as of JAX 0.10.2), and the second square overflows.
+    # (as of JAX 0.10.2), and `scale**2` overflows.
     first, *others = constants
     return (first, *lax.optimization_barrier([np.asarray(x, dtype) for x in others]))
 
@@ -117,17 +118,17 @@ def _add(left: ScaledSums, right: ScaledSums) -> ScaledSums:
     return tuple(map(operator.add, left, right))
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames=("axes", "in_one_piece"))
 def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: bool) -> ScaledSums:
-    """Returns the sums of `x * y` and of the squares of `y`, at one scale after another.
+    """Returns the sums of `x * y` and of `y**2` for each scale in turn.
 
     Both arrays must have the same shape and the dtype of the norms. Complex elements count as pairs
-    of real elements. Use `in_one_piece` if both arrays are known not to be sharded.
+    of real elements. Set `in_one_piece` if both arrays are known not to be sharded.
 
     All sums share one reduction. Otherwise, XLA on GPUs would fuse the reduction over the
-    parameters with AdamW's step and copy the parameters first (as of JAX 0.10.2). However, variadic
-    reductions are slow on CPUs, which use separate sums in float64.
+    parameters into the AdamW update and copy the parameters first (as of JAX 0.10.2). However,
+    variadic reductions are slow on CPUs, where separate sums in float64 are used.
     """
     dtype = jnp.finfo(x.dtype).dtype
     whole = is_full_local_reduction([x], [axes], in_one_piece=in_one_piece)
@@ -151,7 +152,7 @@ def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: boo
     if dtype != jnp.float32:
         return sum_in_own_dtype(x, y)
     on_gpu = sum_in_own_dtype if whole else sum_in_float64
-    # XLA on CPUs materializes a conversion that several sums share (as of JAX 0.10.2).
+    # On CPUs, XLA materializes a cast that several sums share (as of JAX 0.10.2).
     on_cpu = functools.partial(sum_in_float64, separate_cast=True)
     return lax.platform_dependent(
         x, y, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=sum_in_own_dtype
@@ -159,7 +160,7 @@ def sum_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: boo
 
 
 def _multiply(x: Array, y: Array, multiply_real: Callable[[Array, Array], Array]) -> Array:
-    """Multiplies elements. For complex elements, the products of both parts are added."""
+    """Multiplies elements. The products of real parts and of imaginary parts are added."""
     # If only one of the leaves is complex, only the real parts are multiplied.
     return functools.reduce(lax.add, map(multiply_real, split_complex(x), split_complex(y)))
 
@@ -173,14 +174,14 @@ def _multiply_bounded(x: Array, y: Array) -> Array:
     return select(is_in_range, product, 0)
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames=("by", "axes", "dtype"))
 def max_abs_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Returns the bits of the largest absolute value, multiplied by `by`, as an integer.
+    """Multiplies the largest absolute value by `by`, and returns its bits as an integer.
 
-    The bits of non-negative floats are ordered like the floats, and NaN is larger than infinity.
-    Therefore, a maximum over devices preserves NaN, unlike `lax.pmax` of floats on CPUs (as of JAX
-    0.10.2).
+    The bit patterns of non-negative floats sort in the same order as the floats, and NaN is larger
+    than infinity. Therefore, a maximum over devices preserves NaN, unlike `lax.pmax` of floats on
+    CPUs (as of JAX 0.10.2).
     """
     x, integer = cast_elements(leaf, dtype), jnp.dtype(f"int{jnp.finfo(dtype).bits}")
     # Clear the sign bit, which may be set for NaN.

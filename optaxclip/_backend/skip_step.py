@@ -33,7 +33,7 @@ def skip_step(
     of the updates are returned unchanged.
 
     On CPUs, the step continues with the selected state instead of the new state. XLA can then
-    compute, select and write a moment in a single loop, in the memory of the old moment (as of JAX
+    compute, select, and write a moment in a single loop, in the memory of the old moment (as of JAX
     0.10.2). Otherwise, it would need separate memory and additional loops, and skipping around
     AdamW would add 1.2 to 2 times the duration of the step, instead of 0.3 to 0.5 times.
     """
@@ -125,7 +125,7 @@ def tree_zero_where(where: Array, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if is_nonnumeric(x) else _zero_where(where, x), tree)
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @jax.jit
 def _zero_where(where: Array, x: Array) -> Array:
     return match_weak_type(select(where, 0, x), x)

@@ -1,6 +1,6 @@
 """Measurements: computes norms and histograms of groups over all leaves and devices.
 
-  leaves [...] (floating-point, complex or `BCOO`), Plan  ->  ScaledNorms f32[groups]
+  leaves [...] (floating-point, complex, or `BCOO`), Plan  ->  ScaledNorms f32[groups]
                                                           ->  counts u32[names, 2, counts]
 
 Powers of elements leave the range of float32 long before norms do. Therefore, accelerators sum the
@@ -360,7 +360,7 @@ def select_in_range(totals: reductions.ScaledSums) -> tuple[Array, Array]:
     return total, unit
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def _reduce_scaled(
     leaf: Array, by: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype

@@ -170,7 +170,7 @@ def _compute_unscaled(
     return InnerProducts(other_norm, divide_no_nan(total, norm * other_norm, 0.0))
 
 
-# Jitted to share one trace between leaves with equal shapes and dtypes.
+# Jitted so that leaves with the same shape and dtype share one trace.
 @functools.partial(jax.jit, static_argnames="axes")
 def _plain_sums(x: Array, y: Array, *, axes: tuple[int, ...]) -> reductions.ScaledSums:
     parts = zip(split_complex(x), split_complex(y), strict=False)

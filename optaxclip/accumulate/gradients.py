@@ -136,11 +136,11 @@ def value_and_grad(
       function inside `jax.jit`. Otherwise, every call recompiles the loop.
 
     Raises:
-      ValueError: If an argument is out of its range, or if `compute_norms=False` is used with
-        `clip` or `reject_rule`. Also raised by the returned function if the batch is empty or
-        cannot be split, if positions are invalid, if a loss or weight is not a scalar, if a
-        constant weight is not positive, if `clip` changes the structure of the gradients, or if
-        `axis_name` or a required state is missing.
+      ValueError: If an argument is out of range, or if `compute_norms=False` is used with `clip` or
+        `reject_rule`. Also raised by the returned function if the batch is empty or cannot be
+        split, if positions are invalid, if a loss or weight is not a scalar, if a constant weight
+        is not positive, if `clip` changes the structure of the gradients, or if `axis_name` or a
+        required state is missing.
       TypeError: If an argument has the wrong type. Also raised by the returned function if a loss
         or weight is not a real number, or if a Flax NNX or Equinox model contains more than
         parameters (see `docs/recipes/modules.md`).

@@ -1,4 +1,4 @@
-"""Records norms and other statistics of recent steps on the device."""
+"""Records norms and other statistics of recent steps, and keeps them on the device."""
 
 import dataclasses
 import functools
@@ -43,13 +43,13 @@ class RecordState(NamedTuple):
     Attributes:
       steps: int32[], the number of steps so far, including skipped steps.
       num_skipped: int32[], the number of steps that a surrounding wrapper skipped.
-      name: The name of the transformation, as a tuple with one element.
+      name: A one-element tuple that holds the name of the transformation.
       names: The names of the groups in order.
-      last: A dict from statistics to their most recent values, float32[] or, with a scope,
-        float32[groups]. Values are -inf for groups without leaves, because NaN means that a group
-        is non-finite or that the step was skipped.
-      ring: float32[window] or float32[window, groups], or float32[window, statistics, ...] if there
-        are several statistics, sorted by name. Step n is in row `n % window`.
+      last: A dict that maps each statistic to its most recent value, float32[] or, with a scope,
+        float32[groups]. Groups without leaves have the value -inf, because NaN already marks
+        non-finite groups and skipped steps.
+      ring: float32[window], or float32[window, groups] with a scope. With several statistics, the
+        second axis is for the statistics, in order of name. Step n is in row `n % window`.
     """
 
     NEEDS_OPTIMIZER = True
@@ -82,51 +82,51 @@ def record(
     norm: str | Norm = "l2",
     **options: Unpack[ShardingOptions],
 ) -> Transformation[RecordState]:
-    """Records statistics of recent steps on the device.
+    """Records statistics of recent steps, and keeps them on the device.
 
     As the first stage of a chain, `record` measures the raw gradients. As the last stage, it
-    measures the updates that are applied to the params. Then "ratio" is the norm of the update
-    divided by the norm of the params, which is usually about 1e-3. Spikes in this ratio often
-    precede loss spikes.
+    measures the updates that are applied to the params. In that case, "ratio" is the norm of the
+    update divided by the norm of the params, which is usually about 1e-3. Spikes in this ratio
+    often precede loss spikes.
 
     Inside a skip wrapper, the statistics of skipped steps are NaN. To see the norms of these steps,
-    put the record before the wrapper. Nothing is sent to the host until you call `history`.
-    `metrics` and `scalars` return the most recent step.
+    place `record` before the wrapper in the chain. Nothing is sent to the host until you call
+    `history`. `metrics` and `scalars` return the statistics of the most recent step.
 
-      statistic     | value for a group                                 | if non-finite
+      statistic     | value for a group                                 | for non-finite grads
       --------------|---------------------------------------------------|----------------------
       norm          | the norm                                          | inf or NaN
       max           | the largest absolute value of an element          | inf or NaN
       mean_abs      | the mean absolute value                           | inf or NaN
       zero_fraction | the fraction of elements that are 0               | that fraction
-      share         | the fraction of the squared L2 norm of all groups | NaN for all groups
+      share         | the group's fraction of the total squared L2 norm | NaN for all groups
       param_norm    | the norm of its params                            | not affected
       ratio         | norm / param_norm, or inf if only param_norm is 0 | inf or NaN
       cosine_param  | the cosine with its params, or 0 if a norm is 0   | NaN
 
-    On a GPU, statistics that use only the gradients share a pass over them with a neighboring
-    clipping stage. The remaining statistics also read the params. Statistics are as accurate for
-    narrow dtypes as for float32. If all leaves of a group are None, its statistics are NaN. Integer
-    leaves are ignored.
+    On a GPU, statistics that need only the gradients are computed in the same pass as an adjacent
+    clipping stage. The remaining statistics also read the params. Statistics of low-precision
+    leaves are as accurate as those of float32 leaves. If all leaves of a group are None, its
+    statistics are NaN. Integer leaves are ignored.
 
     Args:
       window: The number of steps to keep.
-      scope: The grouping of elements from `optaxclip.scopes`, for example leaves, layers of stacked
-        leaves, experts, or labeled groups. If None, the whole tree is one group. For the scopes
-        `axes` and `unit`, the largest value of each leaf is recorded.
+      scope: How to group elements: a scope from `optaxclip.scopes`, for example leaves, layers of
+        stacked leaves, experts, or labeled groups. If None, the whole tree is one group. For the
+        scopes `axes` and `unit`, the largest value of each leaf is recorded.
       stats: The names of one or more statistics in the table.
-      loss: If True, records the loss instead of statistics. Pass it to the update as `value=` or
-        `loss=`.
+      loss: If True, records the loss instead of statistics. Pass the loss to `update` as `value=`
+        or `loss=`.
       norm: The norm for "norm", "param_norm", and "ratio", as in `optaxclip.clip_by`.
       **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `RecordState`. Its update returns the updates unchanged.
+      A transformation with a `RecordState`. Its `update` function returns the updates unchanged.
 
     Raises:
       ValueError: If `window` is less than 1, if the norm or a statistic is unknown, if `stats` is
-        empty or contains a name twice, or if `loss` is used with `scope` or `stats`. Also raised by
-        `update` if required `params` are missing, or if the loss is missing or is not a scalar.
+        empty or contains duplicate names, or if `loss` is used with `scope` or `stats`. Also raised
+        by `update` if required `params` are missing, or if the loss is missing or is not a scalar.
       TypeError: If an argument has the wrong type.
 
     Example:
@@ -157,7 +157,7 @@ def record(
             keys, names = stats, grouping.names
             columns = () if grouping.layout == "scalar" else (len(names),)
         rows = (window, len(keys)) if len(keys) > 1 else (window,)
-        # Two arrays, because a donated state must not contain an array twice.
+        # Two arrays, because the same buffer cannot be donated twice.
         steps, num_skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
         last = {key: jnp.zeros(columns, jnp.float32) for key in keys}
         ring = jnp.zeros((*rows, *columns), jnp.float32)
@@ -210,7 +210,7 @@ def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
 def _after_skip(
     steps: Array, num_skipped: Array, last: dict[str, Array], ring: Array, skip: Array
 ) -> tuple[Array, Array, dict[str, Array], Array]:
-    # The wrapper has restored the old state, so the row still contains an older step.
+    # The wrapper has restored the previous state, so this row does not contain the skipped step.
     at = steps % len(ring)
     ring = ring.at[at].set(jnp.where(skip, jnp.nan, ring[at]))
     last = {key: jnp.where(skip, jnp.nan, x).astype(x.dtype) for key, x in last.items()}
@@ -224,7 +224,7 @@ def _append_row(
 ) -> tuple[Array, dict[str, Array], Array]:
     """Appends a row, and sets the most recent statistics of absent groups to -inf."""
     last = {key: saturating_cast(found[key], ring.dtype) for key in sorted(found)}
-    # f32[], f32[groups], f32[statistics] or f32[statistics, groups]
+    # f32[], f32[groups], f32[statistics], or f32[statistics, groups]
     row = meshes.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
     ring = ring.at[steps % len(ring)].set(row)
     if is_absent is not None:
@@ -234,12 +234,12 @@ def _append_row(
 
 @dataclasses.dataclass(eq=False)
 class StatisticInputs:
-    """The norms and products that statistics use, each computed at most once."""
+    """The norms and inner products that statistics use, each computed at most once."""
 
     leaves: list[Any]
     weights: list[Any]
     plan: Plan
-    weights_plan: Plan  # The plan with the placement of the params.
+    weights_plan: Plan  # The same plan, but with the placement of the params.
     norm: Norm
     with_cosines: bool
     measured: dict[tuple[str, Norm], Array] = dataclasses.field(default_factory=dict)
@@ -253,7 +253,8 @@ class StatisticInputs:
     def param_norms(self, norm: Norm) -> Array:
         """Returns the norms of the params, f32[groups]."""
         if ("weights", norm) not in self.measured:
-            # The pass for cosines also returns the L2 norms of dense params, f32[groups].
+            # The pass that computes the cosines also computes the L2 norms of dense params,
+            # f32[groups].
             is_shared = self.with_cosines and norm is norms.l2
             if is_shared and not any(map(is_sparse, self.leaves)):
                 found = jnp.where(self.plan.has_leaves(), self.products.other_norm, jnp.nan)
@@ -263,15 +264,15 @@ class StatisticInputs:
         return self.measured["weights", norm]
 
     def zero_fractions(self) -> Array:
-        """Returns the fractions of zeros, f32[groups], which are 0 for groups without elements."""
+        """Returns the fraction of zeros in each group, f32[groups], which is 0 for empty groups."""
         not_zero = self.grad_norms(NOT_ZERO)  # f32[groups]
         return jnp.asarray(with_entries(self.leaves, self.plan), not_zero.dtype) - not_zero
 
     def shares(self) -> Array:
-        """Returns the groups' fractions of the squared norm of the tree, f32[groups]."""
+        """Returns each group's fraction of the tree's squared norm, f32[groups]."""
         norm, present = self.grad_norms(norms.l2), self.plan.has_leaves()
         known = jnp.where(present, norm, 0)  # f32[groups]
-        # Squares of norms that are not divided by the largest norm could overflow.
+        # Divide by the largest norm first, because the squares could overflow.
         squares = jnp.square(divide_no_nan(known, jnp.max(known, initial=0), 0.0))
         return jnp.where(present, divide_no_nan(squares, jnp.sum(squares), 0.0), norm)
 
@@ -285,7 +286,7 @@ class StatisticInputs:
     @functools.cached_property
     def products(self) -> InnerProducts:
         """The inner products and cosines of gradients and params."""
-        # The products need both trees, so the pass is only local if neither is sharded.
+        # The inner products need both trees, so the pass is local only if neither is sharded.
         placement = self.plan.placement
         is_unsharded = placement.is_unsharded and self.weights_plan.placement.is_unsharded
         placement = dataclasses.replace(placement, is_unsharded=is_unsharded)
@@ -327,7 +328,7 @@ STATISTICS: dict[str, GroupStatistic] = {
 def compute_statistics(
     flat: FlatTree, params: PyTree | None, plan: Plan, names: tuple[str, ...], options: Options
 ) -> dict[str, Array]:
-    """Computes the named statistics, with one number per group or one for the tree."""
+    """Computes the named statistics, one number per group or a single one for the whole tree."""
     weights, weights_plan = [], plan
     needing = [name for name in names if STATISTICS[name].needs_params]
     if needing:
@@ -357,7 +358,7 @@ def _compute_statistics(
 
 
 def _reduce_to_names(packed: Array, plan: Plan) -> Array:
-    """Returns one value per name, the largest one if a leaf has many groups."""
+    """Returns one value per name, which is the largest one if a leaf has several groups."""
     if plan.grouping.layout != "dict":
         return packed
     # f32[groups] -> f32[names]

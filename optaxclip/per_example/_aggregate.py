@@ -108,7 +108,7 @@ def per_example_clip_and_aggregate(
       A transformation with a `PerExampleState`. `update` accepts `is_padding=`, bool `[examples]`.
 
     Raises:
-      ValueError: If an argument is out of its range, or if noise is requested without a key. Also
+      ValueError: If an argument is out of range, or if noise is requested without a key. Also
         raised by `update` if the gradients have no example axis, or if sums differ across devices
         inside `shard_map` or `pmap`, since all devices add the same noise.
       TypeError: If a threshold or multiplier is not a number, or if `key` is not a key.

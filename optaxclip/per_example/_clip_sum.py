@@ -82,7 +82,7 @@ class ExampleClip(NamedTuple):
 
 
 def check_example_threshold(threshold: Any, argument: str) -> ExampleThreshold:
-    """Checks that a threshold is a number, or a dict from group names to numbers."""
+    """Checks that a threshold is a number, or a dict that maps group names to numbers."""
     if isinstance(threshold, Mapping):
         items = threshold.items()
         return {name: _check_number(value, f"{argument}[{name!r}]") for name, value in items}
@@ -101,7 +101,7 @@ def _check_number(threshold: Any, argument: str) -> Any:
 def _compute_named_thresholds(
     threshold: dict[str, Any], grouping: Grouping, dtype: jnp.dtype
 ) -> list[Array]:
-    """Returns the thresholds `[*group]` of a dict from group names."""
+    """Returns the thresholds `[*group]` of a dict that maps group names to them."""
     if grouping.layout == "dict":
         names = [(group.names[0], group.shape) for group in grouping.groups]
     else:
@@ -168,8 +168,8 @@ def clip_sum(
       A `PerExampleResult` with the sum, the norms, and the counts.
 
     Raises:
-      ValueError: If an argument is out of its range, if the leaves do not share an example axis, or
-        if gradients may be sharded inside `shard_map` or `pmap`.
+      ValueError: If an argument is out of range, if the leaves do not share an example axis, or if
+        gradients may be sharded inside `shard_map` or `pmap`.
       TypeError: If an argument has the wrong type, or if a leaf is not a dense array.
 
     Example:

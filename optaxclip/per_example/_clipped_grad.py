@@ -28,7 +28,7 @@ Method = Literal["vmap", "ghost"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
-    """The function returned by `clipped_grad`, with checked arguments as fields."""
+    """The function that `clipped_grad` returns. Its fields are the validated arguments."""
 
     loss_fn: Callable[..., Any]
     clip: ExampleClip
@@ -43,7 +43,7 @@ class ClippedGrad:
     def __call__(
         self, *args: Any, is_padding: ArrayLike | None = None, **keywords: Any
     ) -> PerExampleResult:
-        """Returns the sum of the clipped gradients, with norms and counts."""
+        """Returns the sum of the clipped gradients, along with norms and counts."""
         roles = LossArguments.split(args, self.argnums, self.batch_argnums)
         loss = example_loss.ExampleLoss(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(is_padding, loss.examples))  # [examples, ...]
@@ -68,15 +68,15 @@ class ClippedGrad:
         return result._replace(losses=losses, aux=aux, bound=bound)
 
     def sensitivity(self, relation: Any = "add_or_remove_one", params: PyTree = None) -> ArrayLike:
-        """Returns the L2 sensitivity of the sum to one example, for scaling noise.
+        """Returns the L2 sensitivity of the sum to a single example, for scaling noise.
 
         Args:
-          relation: The relation between neighboring data sets, as a name or a member of
-            `dp_accounting.NeighboringRelation`. One data set lacks an example
-            ("add_or_remove_one"), has a blank example ("replace_special"), or has a different
-            example ("replace_one"), which doubles the change.
-          params: The parameters. They are required if `threshold` is a dict because several groups
-            can have the same name.
+          relation: The relation between neighboring datasets, either a name or a member of
+            `dp_accounting.NeighboringRelation`. The datasets differ in one example, which is
+            missing from one of them ("add_or_remove_one"), blank ("replace_special"), or replaced
+            by another ("replace_one"). The last doubles the sensitivity.
+          params: The parameters. Required if `threshold` is a dict, because several groups can
+            share a name.
 
         Raises:
           ValueError: If the relation is unknown, or if `params` is missing.
@@ -92,7 +92,7 @@ class ClippedGrad:
         return change * bound
 
     def _get_clipped_tree(self, params: FlatTree) -> FlatTree:
-        """Returns the tree that is clipped for each example: the gradient or its transform."""
+        """Returns the tree that is clipped for an example: its gradient or the transformed one."""
         if self.transform is None:
             return params
         zeros = [jnp.zeros_like(leaf) for leaf in params.inexact_leaves()]
@@ -125,14 +125,15 @@ def clipped_grad(
 
     It has the same guarantees as `clip_sum` if the loss depends only on the parameters and a single
     example. If the loss uses BatchNorm, `pmean`, or `psum` over a batch, or accesses examples
-    through a closure or keyword argument, one example can change the sum without bound.
+    through a closure or keyword argument, the effect of a single example on the sum is unbounded.
 
-    At most `microbatch_size` per-example gradients are in memory at a time. Microbatches are
-    processed in a `scan`, and the last one may be smaller. They are strided over the batch, so each
-    device has part of every microbatch. Norms, losses, and aux are in the order of the batch.
+    At most `microbatch_size` per-example gradients are held in memory at a time. Microbatches are
+    processed in a `scan`, and the last one may be smaller. Each takes examples at a regular stride
+    across the batch, so every device processes part of every microbatch. Norms, losses, and aux are
+    in the order of the batch.
 
     Under `jit`, the sum covers the whole batch even if it is sharded, which requires all-reduces in
-    each microbatch. Inside `shard_map`, the results only cover the local shard. Apply `psum` to the
+    each microbatch. Inside `shard_map`, the results cover only the local shard. Apply `psum` to the
     sums and counts afterwards.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
@@ -142,34 +143,36 @@ def clipped_grad(
       threshold: The maximum L2 norm of an example's contribution, as in `clip_sum`.
       argnums: The positions of the arguments to differentiate, as in `jax.grad`. The gradients of
         integer leaves are `float0` zeros.
-      batch_argnums: The positions of the arguments with a leading example axis, which can be
-        pytrees of arrays or keys. Defaults to all arguments except `argnums`.
+      batch_argnums: The positions of the arguments with a leading example axis. They can be pytrees
+        of arrays or PRNG keys. Defaults to all arguments except `argnums`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
       microbatch_size: The number of examples in a microbatch. Defaults to all examples, or to an
         automatic size if `method` is "ghost".
-      scope: The elements of an example that share a norm, as in `clip_sum`. Defaults to all.
+      scope: Which elements of an example's gradient are clipped together, as in `clip_sum`.
+        Defaults to all.
       response: The response to a norm above its threshold, as in `clip_sum`.
       split: How to divide the threshold between the groups, as in `clip_sum`.
       pre_clipping_transform: A function that maps an example's gradient to any tree, which is
-        clipped and summed instead. It requires `method="vmap"`.
+        clipped and summed in place of the gradient. It requires `method="vmap"`.
       method: If "vmap" (the default), computes per-example gradients. If "ghost", computes norms
-        and the sum without these gradients, like `grad_norms`, which is much faster if an example's
-        gradient is larger than its activations. It only supports norms of whole leaves. Its norms
-        are upper bounds, so examples may be clipped slightly below the threshold, or far below it
-        if the contributions of their tokens or pixels nearly cancel (to a thousandth).
+        and the sum without materializing these gradients, as `grad_norms` does. This is much faster
+        if an example's gradient is larger than its activations. It supports only norms of whole
+        leaves. Its norms are upper bounds, so examples may be clipped slightly below the threshold,
+        or far below it if the contributions of their tokens or pixels nearly cancel (to a
+        thousandth, for example).
       specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`. They must be
         `PartitionSpec()` because sharded parameters are rejected.
 
     Returns:
-      A `ClippedGrad`, which is a function `(*args, is_padding=None, **keywords) ->
-      PerExampleResult` of the arguments of `loss_fn`. `is_padding` is bool `[examples]`. Keyword
-      arguments are shared by all examples. If you use microbatches, call the function inside
-      `jax.jit`. Otherwise, every call recompiles the loop.
+      A `ClippedGrad`, a function `(*args, is_padding=None, **keywords) -> PerExampleResult` that
+      takes the same arguments as `loss_fn`. `is_padding` is a boolean array of shape `[examples]`.
+      Keyword arguments are shared by all examples. If you use microbatches, call the function
+      inside `jax.jit`. Otherwise, every call recompiles the loop.
 
     Raises:
-      ValueError: If an argument is out of its range. Also raised by the returned function if the
+      ValueError: If an argument is out of range. Also raised by the returned function if the
         arguments do not share an example axis, if positions are invalid, if the loss is not a
-        scalar, or if parameters may be sharded or the loss sums over devices.
+        scalar, if the parameters might be sharded, or if the loss sums over devices.
       TypeError: If an argument has the wrong type. Also raised by the returned function if a Flax
         NNX or Equinox model contains more than parameters (see `docs/recipes/modules.md`).
 
@@ -222,8 +225,8 @@ def _clip_microbatch(
             is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
             leaves = flatten(grad_fn.transform(gradient), _TRANSFORMED).inexact_leaves()
             if is_mixing and is_padding.size > 1:
-                # A transform could replace NaN, which would hide that an example may have made all
-                # gradients of the microbatch non-finite.
+                # A transform could replace NaN and thereby hide that one example may have made
+                # every gradient of the microbatch non-finite.
                 is_known = functools.reduce(jnp.logical_and, is_finite, jnp.ones((), bool))
                 leaves = [jnp.where(is_known, leaf, jnp.nan) for leaf in leaves]
         return results, leaves

@@ -134,12 +134,13 @@ def adaptive(
         clipping ("clipped"), the threshold ("capped"), or nothing ("accepted").
       inclusive: If True, a norm is recorded before its threshold is computed.
       reject: If True, norms above their threshold are reduced to 0 instead of their target.
-      warmup_steps: The number of norms to record before thresholds become finite.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      warmup_steps: The number of norms to record before clipping begins.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
       patience: Once more than this many norms in a row exceed their threshold, raw norms are
         recorded until a norm is within its threshold. If None, this is disabled, and clipping may
         continue forever after a lasting increase in the norms.
-      max_norm: The upper bound on thresholds, including the warmup. By default, there is no bound.
+      max_norm: An upper bound on thresholds, which also applies during warmup. By default, there is
+        no bound.
 
     Returns:
       A `ThresholdRule`. Its thresholds are float32 or float64 arrays with the shape of the norms.
@@ -265,7 +266,7 @@ def _update(
         count, new = record(norm, is_recorded)
     thresholds = statistic.compute_thresholds(settings, new, norm, count)
     is_ready = count >= options.warmup_steps
-    # f32[groups], infinite during the warmup
+    # f32[groups], infinite during warmup
     trigger, target = (
         jnp.where(is_ready, jnp.maximum(threshold, floor), jnp.inf) for threshold in thresholds
     )

@@ -52,19 +52,20 @@ def ema(
     (apple/axlearn) uses `ema(0.99, 20.0, debias=True, record="accepted")`.
 
     Args:
-      decay: The decay of the average for the trigger.
-      ratio: The trigger divided by its average.
-      target_decay: The decay of the average for the target. Defaults to `decay`.
-      target_ratio: The target divided by its average. Defaults to `ratio`.
+      decay: The decay of the average that determines when to clip (the trigger).
+      ratio: The multiple of the average above which norms are clipped.
+      target_decay: The decay of the average that determines the norm to clip to (the target).
+        Defaults to `decay`.
+      target_ratio: The multiple of the average to which norms are clipped. Defaults to `ratio`.
       debias: If True, averages start at zero and are divided by the sum of their weights, as in
         Adam. If False, they start at the first norm.
       skip_steps: The number of initial norms to ignore.
-      inclusive: If True, the averages include the current norm before clipping.
-      record: See `optaxclip.thresholds.adaptive` for this option and the options below.
-      warmup_steps: The number of norms to record before thresholds become finite.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of norms in a row above their threshold before raw norms are recorded.
-      max_norm: The upper bound on thresholds. By default, there is no bound.
+      inclusive: If True, the averages include the current norm, unclipped.
+      record: What to record. See `optaxclip.thresholds.adaptive` for this and the options below.
+      warmup_steps: The number of norms to record before clipping begins.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
+      patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
+      max_norm: An upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -110,24 +111,25 @@ def zscore(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """Uses the moving mean of past norms plus a number of standard deviations, as in ZClip.
+    """Uses a number of standard deviations above the moving mean of past norms, as in ZClip.
 
-    Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507.
+    Source: Kumar, Owen, Roy Chowdhury, and Güra, 2025, ZClip, arXiv 2504.02507.
 
     Args:
       alpha: The decay of the mean and the variance.
-      z_thresh: The z-score above which a norm is a spike.
-      warmup_steps: The number of norms to record before thresholds become finite. Their mean and
-        variance initialize the moving averages.
+      z_thresh: The z-score above which a norm counts as a spike.
+      warmup_steps: The number of norms to record before clipping begins. Their mean and variance
+        initialize the moving averages.
       option: The target for a spike with z-score `z`. "adaptive" uses
         `mean + z_thresh**2 / z * std`, which is lower for larger spikes. "mean" uses the mean, and
         "percentile" uses the threshold `mean + z_thresh * std`.
-      debias: If True, the warmup norms do not initialize the averages, which are debiased instead,
+      debias: If True, the averages are debiased instead of being initialized from the warmup norms,
         as in axlearn (apple/axlearn).
-      record: See `optaxclip.thresholds.adaptive` for this option and the options below.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of norms in a row above their threshold before raw norms are recorded.
-      max_norm: The upper bound on thresholds, including the warmup. By default, there is no bound.
+      record: What to record. See `optaxclip.thresholds.adaptive` for this and the options below.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
+      patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
+      max_norm: An upper bound on thresholds, which also applies during warmup. By default, there is
+        no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -163,18 +165,19 @@ def mean_over_rms(
     *,
     floor: float = DEFAULT_FLOOR,
 ) -> ThresholdRule:
-    """Uses the mean of the norms divided by their root mean square as the threshold.
+    """Uses the ratio of the norms' mean to their root mean square as the threshold.
 
     Both are debiased moving averages that include the current norm. The threshold is about 1, and
-    lower after the norm jumps. Use this rule with `response="normalize"`.
+    drops when the norm jumps. Use this rule with `response="normalize"`.
 
-    Source: Huang et al., 2025, AdaGN in Stable-SPAM (later GradientStabilizer), arXiv 2502.17055.
+    Source: Huang et al., 2025, Stable-SPAM (AdaGN), arXiv 2502.17055, later published as
+    GradientStabilizer.
 
     Args:
       mean_decay: The decay of the mean.
       square_decay: The decay of the mean square.
       eps: A number to add to the root mean square.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -242,7 +245,7 @@ class _Ema(_TwoAverages):
     def compute_thresholds(
         self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array
     ) -> Thresholds:
-        # Without an average, use the norm itself.
+        # If there is no average yet, use the norm itself.
         is_first = count <= settings.skip_steps
         # f32[groups]
         trigger = signed_multiple(settings.ratio, jnp.where(is_first, norm, state.trigger))
@@ -271,14 +274,14 @@ class _ZScore(_TwoAverages):
         alpha, _, warmup_steps = settings
         if self.debias:
             return update_moments(state, norm, ema_weight(alpha, count, debias=True))
-        # During the warmup, use equal weights for all norms.
+        # During warmup, weight all norms equally.
         plain = update_moments(state, norm, 1 / (count.astype(jnp.float32) + 1))
-        # After the warmup, use the weight `1 - alpha`.
+        # After warmup, use the weight `1 - alpha`.
         rest = 1 - cast_to_float32(alpha)
         mean = lerp(state.mean, norm, rest)
-        # As in the published code, the deviation is measured from the new mean.
+        # As in the published code, deviations are measured from the new mean.
         std = safe_hypot(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
-        # The first norm always initializes the mean, even without a warmup.
+        # The first norm always initializes the mean, even without warmup.
         is_warm = (count > 0) & (count >= warmup_steps)
         return select_tree(is_warm, Moments(mean, std), plain)
 
@@ -290,7 +293,7 @@ class _ZScore(_TwoAverages):
         trigger = state.mean + distance  # f32[groups]
         if self.option == "percentile":
             return Thresholds(trigger, trigger)
-        # The published code adds 1e-6 to the deviation, except for "percentile".
+        # The published code adds 1e-6 to the standard deviation, except for "percentile".
         trigger = trigger if self.debias else trigger + z_thresh * 1e-6
         if self.option == "mean":
             return Thresholds(trigger, jnp.where(count == 0, jnp.inf, state.mean))
@@ -318,7 +321,7 @@ class _MeanOverRms(_TwoAverages):
         mean_decay, square_decay, _ = settings
         mean = lerp(state.mean, norm, ema_weight(mean_decay, count, debias=True))
         weight = ema_weight(square_decay, count, debias=True)
-        # Squares may overflow in float32, so average them without computing them.
+        # Squares may overflow in float32, so use `safe_hypot` instead of squaring.
         rms = safe_hypot(safe_sqrt(1 - weight) * state.rms, safe_sqrt(weight) * norm)
         return _Averages(mean, rms)
 

@@ -55,8 +55,8 @@ def log_tracker(
       min_threshold: The lower bound on the threshold.
       reject: If True, norms above the threshold are reduced to 0, as in Lingvo. If False, they are
         reduced to the threshold.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on thresholds. By default, there is no bound.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
+      max_norm: An upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -94,7 +94,7 @@ def adagc(
 ) -> ThresholdRule:
     """Uses a small multiple of the moving average of the clipped norms, as in AdaGC.
 
-    During the warmup, all groups are multiplied by `min(lambda_abs / global norm, 1)`. A group's
+    During warmup, all groups are multiplied by `min(lambda_abs / global norm, 1)`. A group's
     average starts at the smallest of its norms after this clipping. The defaults are those in the
     latest version of the paper.
 
@@ -105,13 +105,13 @@ def adagc(
 
     Args:
       lambda_rel: The threshold divided by the average.
-      lambda_abs: The maximum global norm during the warmup.
+      lambda_abs: The maximum global norm during warmup.
       beta: The decay of the average.
       warmup_steps: The number of norms in the warmup.
-      floor: The lower bound on thresholds. Smaller norms are not recorded. If 0, a zero norm
-        during the warmup makes the threshold of its group zero, as in the published rule.
-      patience: The number of norms in a row above their threshold before raw norms are recorded.
-      max_norm: The upper bound on thresholds. By default, there is no bound.
+      floor: A lower bound on thresholds. Norms below it are not recorded. If 0, a zero norm during
+        warmup makes the threshold of its group zero, as in the published rule.
+      patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
+      max_norm: An upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -155,8 +155,8 @@ def quantile(
       geometric: If True, the threshold is multiplied by the factor above and remains a normal
         float32 number, unless it starts at 0 or infinity. If False, the exponent is added to the
         threshold, which cannot become negative.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on thresholds. By default, there is no bound.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
+      max_norm: An upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -234,7 +234,7 @@ class _Adagc:
     def observe(self, settings: Any, state: Array, norm: Array, count: Array) -> Array:
         _, _, beta, warmup_steps = settings
         average = lerp(state, norm, 1 - cast_to_float32(beta))
-        # During the warmup, the state is the smallest norm.
+        # During warmup, the state is the smallest norm.
         new = jnp.where(count < warmup_steps, jnp.minimum(state, norm), average)
         return jnp.where(count == 0, norm, new)
 

@@ -38,7 +38,7 @@ def percentile(
 ) -> ThresholdRule:
     """Uses a linearly interpolated percentile of the most recent norms as the threshold.
 
-    The defaults match TRELLIS (microsoft/TRELLIS). For AutoClip (Seetharaman, Wichern, Pardo and
+    The defaults match TRELLIS (microsoft/TRELLIS). For AutoClip (Seetharaman, Wichern, Pardo, and
     Le Roux, 2020, arXiv 2007.14469), use
     `percentile(10.0, window, inclusive=True, warmup_steps=0)`.
 
@@ -46,12 +46,12 @@ def percentile(
       percentile: The percentile, from 0 to 100. A number between 0 and 1 causes a warning, because
         it is often meant as a fraction.
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
-      record: See `optaxclip.thresholds.adaptive` for this option and the options below.
+      record: What to record. See `optaxclip.thresholds.adaptive` for this and the options below.
       inclusive: If True, the window includes the current norm.
       warmup_steps: The number of norms before a finite threshold. Defaults to `window`.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of norms in a row above their threshold before raw norms are recorded.
-      max_norm: The upper bound on thresholds. By default, there is no bound.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
+      patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
+      max_norm: An upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -106,12 +106,12 @@ def window(
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       ddof: Use 1 for an unbiased estimate of the variance, as in `numpy.var`.
       min_std: The lower bound on the standard deviation.
-      record: See `optaxclip.thresholds.adaptive` for this option and the options below.
+      record: What to record. See `optaxclip.thresholds.adaptive` for this and the options below.
       inclusive: If True, the window includes the current norm.
       warmup_steps: The number of norms before a finite threshold. Defaults to half of `window`.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      patience: The number of norms in a row above their threshold before raw norms are recorded.
-      max_norm: The upper bound on thresholds. By default, there is no bound.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
+      patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
+      max_norm: An upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -158,8 +158,8 @@ def median(
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       every_step: If True, the threshold is updated on every step, is never doubled, and uses all
         norms in the window.
-      floor: The lower bound on thresholds. Smaller norms are not recorded.
-      max_norm: The upper bound on thresholds. By default, there is no bound.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
+      max_norm: An upper bound on thresholds. By default, there is no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -34,9 +34,10 @@ def clip_by_block_rms(
 ) -> Transformation[ClipState]:
     """Clips leaves by the root mean square of their elements.
 
-    Adafactor clips its updates like this with a threshold of 1. For other optimizers that divide
-    gradients by the root of the second moment, clip after `scale_by_...` and before the learning
-    rate. `scale_by_stable_adam` instead uses the root mean square of the gradient without momentum.
+    Adafactor clips its updates this way, with a threshold of 1. For other optimizers that divide
+    gradients by the square root of the second-moment estimate, clip after `scale_by_...` and before
+    the learning rate. By contrast, `scale_by_stable_adam` uses the root mean square of the raw
+    gradient, before momentum is applied.
 
     Source: Shazeer and Stern, 2018, arXiv 1804.04235.
 
@@ -51,14 +52,15 @@ def clip_by_block_rms(
       >>> print(tx.update(jnp.array([7.0, 1.0]), None)[0])
       [1.4 0.2]
     """
-    # Check thresholds before `clip_by` so that messages contain the name of this argument.
+    # Check thresholds before `clip_by` so that error messages refer to this argument by name.
     rule = check_threshold(threshold, "threshold")
     return clip_by(leaf_scope(stacked), rule, norm="rms", **options)
 
 
 def leaf_scope(stacked: PyTree | Callable[[str, Array], int] | None) -> scopes.Scope:
     """Returns the scope `leaf(stacked)`, or `leaf(0)` if `stacked` is None."""
-    # The default is None because `optax.inject_hyperparams` would trace a default of 0.
+    # The default is None because `optax.inject_hyperparams` would turn a default of 0 into a traced
+    # array.
     check_static(stacked, "stacked")
     return scopes.leaf(0 if stacked is None else stacked)
 
@@ -98,8 +100,9 @@ def clip_by_global_norm(
     """Clips the gradients by their global norm, which preserves their direction.
 
     If you use Muon, use the scope `optaxclip.scopes.muon` instead. Otherwise, the gradients of the
-    large matrices that Muon updates would dominate the norm and reduce Adam's gradients, although
-    Muon's updates do not depend on the scale of its gradients (see `docs/muon.md`).
+    large matrices that Muon updates would dominate the norm and shrink the gradients passed to
+    Adam, even though Muon's updates do not depend on the scale of its gradients (see
+    `docs/muon.md`).
 
     Source: Pascanu, Mikolov, and Bengio, 2013, arXiv 1211.5063.
 
@@ -135,17 +138,17 @@ def adaptive_grad_clip(
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Clips the gradients of units relative to the norms of their parameters (AGC).
+    """Clips each unit's gradient relative to the norm of its parameters (AGC).
 
-    A unit consists of all parameters of one output. Its threshold is
+    A unit is the set of parameters that produce a single output. Its threshold is
     `clipping * max(norm of the unit's parameters, eps)`, so you must pass `params` to `update`.
 
     The default `axis` is correct for the layouts `[in, out]` and `[height, width, in, out]` of
-    Flax, Haiku, and Keras. For other layouts, it silently uses wrong units, for example one unit
-    per input for Equinox (`[out, in]`), and one unit per pair of input and output for 1D
-    convolutions (`[width, in, out]`). `docs/recipes/wrappers.md` shows how to pass `axis` for them.
+    Flax, Haiku, and Keras. For other layouts, it silently uses the wrong units, for example one
+    unit per input for Equinox (`[out, in]`), and one unit per input-output pair for 1D convolutions
+    (`[width, in, out]`). `docs/recipes/wrappers.md` shows how to pass `axis` for them.
 
-    The authors do not clip the parameters of the last layer. Use `optax.masked` to exclude them.
+    The paper does not clip the gradients of the last layer. Use `optax.masked` to exclude them.
 
     Source: Brock, De, Smith, and Simonyan, 2021, arXiv 2102.06171.
 
@@ -159,7 +162,7 @@ def adaptive_grad_clip(
 
     Raises:
       ValueError: If the threshold is negative, NaN, or not a scalar. Also raised by `update` if
-        `params` is missing, or if a leaf with at least 6 axes requires `axis`.
+        `params` is missing, or if `axis` is missing for a leaf with 6 or more axes.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -171,7 +174,7 @@ def adaptive_grad_clip(
        [4.e-02 8.e-06]]
     """
     check_static(axis, "axis")
-    # Messages contain the name `clipping`, unlike those of `thresholds.relative_to_params`.
+    # Error messages refer to `clipping`, unlike those from `thresholds.relative_to_params`.
     return clip_by(scopes.unit(axis), relative(clipping, eps, "clipping"), **options)
 
 
@@ -188,7 +191,7 @@ def clip_by_group_norm(
 
     Args:
       max_norm: The maximum norm of a group: a number, a schedule, or a rule from
-        `optaxclip.thresholds`, or a dict from labels to any of these.
+        `optaxclip.thresholds`, or a dict that maps labels to any of these.
       labels: The labels of the groups, as in `optaxclip.scopes.group`: a pytree prefix of the
         parameters, a function `(path, leaf) -> label`, or a function `params -> labels`.
       **options: The options shared by all transformations. See `optaxclip.NormOptions`.
@@ -218,10 +221,10 @@ def normalize_by_global_norm(
     known_norm: str | None = None,
     **options: Unpack[RescaleOptions],
 ) -> Transformation[ClipState]:
-    """Scales the gradients to an L2 norm of `norm`, unless they are zero.
+    """Rescales the gradients so that their L2 norm is `norm`, unless they are zero.
 
     Args:
-      norm: The new norm.
+      norm: The target norm.
       known_norm: The name of an extra argument of `update` that contains the norm of the gradients,
         as in `optaxclip.clip_by`.
       **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
@@ -247,25 +250,26 @@ def normalize_by_norm_history(
     floor: float = DEFAULT_FLOOR,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Scales leaves to the ratio of the mean of their norms to the root mean square of their norms.
+    """Rescales each leaf's norm to the ratio of its norms' mean to their root mean square.
 
-    Both means are moving averages that include the current norm. The new norm is about 1, and
-    smaller after a sudden increase of the norm. Because the scale of the gradients is lost, use
-    this transformation with optimizers that do not depend on it, such as Adam, Lion, and Muon. For
+    Both are moving averages that include the current norm. The new norm is about 1, and smaller
+    after a sudden increase in the norm. Because the scale of the gradients is lost, use this
+    transformation with optimizers that do not depend on it, such as Adam, Lion, and Muon. For
     groups other than leaves, use `clip_by` with `thresholds.mean_over_rms()` and
     `response="normalize"`.
 
     Non-finite norms are never recorded. In the published code (TianjinYellow/StableSPAM), they
     remain in the averages forever.
 
-    Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer.
+    Source: Huang et al., 2025, Stable-SPAM (AdaGN), arXiv 2502.17055, later published as
+    GradientStabilizer.
 
     Args:
       mean_decay: The decay of the mean.
       square_decay: The decay of the mean square, which should not be below `mean_decay`.
       eps: A number to add to the root mean square.
       stacked: The number of leading axes that stack layers, as in `optaxclip.scopes.leaf`.
-      floor: The minimum new norm. Smaller norms are not recorded.
+      floor: A lower bound on the new norm. Gradient norms below it are not recorded.
       **options: The options shared by all transformations. See `optaxclip.NormOptions`.
 
     Example:
