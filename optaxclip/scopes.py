@@ -111,9 +111,10 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
 
     Args:
       stacked: The number of leading axes that stack layers, for example for a `scan` over layers:
-        an int for all leaves, a dict from branches to ints (0 for other branches), a pytree prefix
-        of ints, or a function `(path, leaf) -> int`. Defaults to 0. An int causes a warning if it
-        makes more than 4096 groups, because it probably applies to an embedding `[words, ...]`.
+        an int for all leaves, a dict that maps branches to ints (0 for other branches), a pytree
+        prefix of ints, or a function `(path, leaf) -> int`. Defaults to 0. An int causes a warning
+        if it makes more than 4096 groups, because it probably applies to an embedding
+        `[words, ...]`.
 
     Raises:
       ValueError: If a leaf has fewer axes than `stacked` (in `init` and `update`).

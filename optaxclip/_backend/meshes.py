@@ -256,7 +256,7 @@ def place_on_mesh(x: Any, mesh: Any) -> Any:
 
 
 def zeros_like_aval(aval: Any, leading_axes: Sequence[int] = ()) -> Array:
-    """Returns zeros with the shape, dtype and explicit sharding of a type, after leading axes."""
+    """Returns zeros with the shape, dtype, and explicit sharding of a type, after leading axes."""
     zeros = jnp.zeros((*leading_axes, *aval.shape), aval.dtype)
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -265,7 +265,7 @@ def zeros_like_aval(aval: Any, leading_axes: Sequence[int] = ()) -> Array:
     return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
 
 
-# Jitted to share one trace between the sums at all scales.
+# Jitted so that the sums at all scales share one trace.
 @functools.partial(jax.jit, static_argnames="axis")
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     """Stacks arrays with equal shapes along a new axis."""

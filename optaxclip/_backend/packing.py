@@ -25,7 +25,7 @@ def arrange_by_layout(arrays: Sequence[Array], grouping: Grouping) -> NormTree:
     return ravel_and_concatenate(arrays)
 
 
-# Jitted to share one trace between arrays of the same groups.
+# Jitted so that arrays of the same groups share one trace.
 @jax.jit
 def ravel_and_concatenate(arrays: Sequence[Array]) -> Array:
     """Concatenates the elements of arrays to a vector, in the widest of their dtypes."""
@@ -82,7 +82,7 @@ def _(
     return _split_at_operands(vector, shapes), _split(tangent, shapes)
 
 
-# Jitted to share one trace between pieces with equal sizes.
+# Jitted so that pieces of the same size share one trace.
 @functools.partial(jax.jit, static_argnums=2)
 def _slice(vector: Array, starts: Array, size: int) -> Array:
     """Returns `size` elements of a vector, or of all rows of a matrix."""

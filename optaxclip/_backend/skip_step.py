@@ -33,7 +33,7 @@ def skip_step(
     of the updates are returned unchanged.
 
     On CPUs, the step continues with the selected state instead of the new state. XLA can then
-    compute, select and write a moment in a single loop, in the memory of the old moment (as of JAX
+    compute, select, and write a moment in a single loop, in the memory of the old moment (as of JAX
     0.10.2). Otherwise, it would need separate memory and additional loops, and skipping around
     AdamW would add 1.2 to 2 times the duration of the step, instead of 0.3 to 0.5 times.
     """

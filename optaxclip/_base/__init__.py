@@ -1,1 +1,1 @@
-"""Foundations of all other packages: types, numerics, trees, states and checks."""
+"""Foundations of all other packages: types, numerics, trees, states, and checks."""

@@ -30,7 +30,7 @@ NormTree: TypeAlias = Any
 """The norms of all groups, float32 or wider.
 
 A scalar for the whole tree, or an array `[groups]` for labels and leaves, ordered by name. For the
-scopes `axes` and `unit`, a dict from leaf names to arrays.
+scopes `axes` and `unit`, a dict that maps leaf names to arrays.
 """
 
 Path: TypeAlias = tuple[Any, ...]

@@ -81,7 +81,7 @@ def clip_by(
       scope: The groups of elements that share a norm, from `optaxclip.scopes`. Because a scope is a
         function but not a schedule, `optax.inject_hyperparams` requires `static_args=("scope",)`.
       threshold: A number, a scalar array (traced or not), a schedule `count -> threshold`, a rule
-        from `optaxclip.thresholds`, or a dict from the names of all groups to such thresholds.
+        from `optaxclip.thresholds`, or a dict that maps the names of all groups to such thresholds.
         Inside `optax.masked` or `optax.partition`, the dict may contain groups of other leaves.
       response: "clip" (the default), "normalize", "smooth", "auto_s", "band", or a function. See
         `optaxclip.responses`.

@@ -1,6 +1,6 @@
 """Measurements: computes norms and histograms of groups over all leaves and devices.
 
-  leaves [...] (floating-point, complex or `BCOO`), Plan  ->  ScaledNorms f32[groups]
+  leaves [...] (floating-point, complex, or `BCOO`), Plan  ->  ScaledNorms f32[groups]
                                                           ->  counts u32[names, 2, counts]
 
 Powers of elements leave the range of float32 long before norms do. Therefore, accelerators sum the

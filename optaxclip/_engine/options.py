@@ -161,8 +161,8 @@ class Options:
 
 _DEFAULT_SECTIONS = {
     "Returns": """Returns:
-  A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-  weak types of the gradients.""",
+  A transformation with a `ClipState`. Its `update` function returns a tree with the shapes,
+  dtypes, and weak types of the gradients.""",
     "Raises": """Raises:
   ValueError: If a threshold or an option is out of range or not a scalar, or if a name is unknown.
   TypeError: If a threshold or an option is not a number.""",

@@ -68,7 +68,7 @@ class ExactFactor(Protocol):
         ...
 
 
-# Jitted to share one trace between norms of equal shapes.
+# Jitted so that norms of the same shape share one trace.
 @functools.partial(jax.jit, static_argnames=("response", "nonfinite", "strict"))
 def compute_multiplier(
     measured: ScaledNorms,
@@ -152,7 +152,7 @@ def scale(
         are 1, elements are unchanged. If there is a third array, elements whose absolute value does
         not exceed it are unchanged instead.
       axes: The axes of the leaf that the multiplier lacks.
-      strict: If True, rounding to a narrow dtype never increases absolute values.
+      strict: If True, rounding to a low-precision dtype never increases absolute values.
       zero_nonfinite: If True, a ratio of 0 sets elements to 0 even if they are non-finite.
     """
     options = {"strict": strict, "zero_nonfinite": zero_nonfinite}
@@ -216,7 +216,8 @@ def _round_toward_zero(x: Array, dtype: jnp.dtype) -> Array:
         mask = integer(2**wide.bits - 2 ** (wide.nmant - info.nmant))
         rounded = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & mask, x.dtype)
     else:
-        # The narrow dtype has fewer exponents, so its subnormal numbers have a fixed distance.
+        # The low-precision dtype has fewer exponents, so its subnormal numbers have a fixed
+        # distance.
         smallest, largest = x.dtype.type(info.smallest_normal), x.dtype.type(info.max)
         unit = jnp.maximum(floor_pow2_unclamped(jnp.abs(x)), smallest) * float(info.eps)
         rounded = lax.clamp(-largest, jnp.trunc(x * reciprocal_pow2(unit)) * unit, largest)

@@ -1,4 +1,4 @@
-"""Records, logs and checks the behavior of clipping stages and skip wrappers.
+"""Records, logs, and checks the behavior of clipping stages and skip wrappers.
 
 Clipping stages and skip wrappers record their most recent step in the optimizer state. The
 functions find these records inside `chain`, `masked`, `partition`, `MultiSteps`, `apply_if_finite`,

@@ -51,8 +51,8 @@ class Histogram:
       step: The step that was counted. The first update after `init` is step 0. If no step has been
         counted, -1.
       num_nan: The number of elements that are NaN.
-      too_large: A dict from the largest number of a format to the number of finite elements that
-        overflow in the format.
+      too_large: A dict that maps the largest number of a format to the number of finite elements
+        that overflow in the format.
     """
 
     counts: Ints = dataclasses.field(repr=False)
@@ -129,7 +129,7 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
       name: The `name` of the `histogram` stage. Required if there are several.
 
     Returns:
-      A dict from the names of groups or leaves to `Histogram`, after one `jax.device_get`.
+      A dict that maps the names of groups or leaves to `Histogram`, after one `jax.device_get`.
 
     Raises:
       ValueError: If the stage cannot be identified, if the state has lost the names of its groups,
@@ -197,7 +197,7 @@ class DtypeFit:
     Attributes:
       dtype: The number format.
       lost: The allowed fraction of elements that become 0, `max_lost_fraction`.
-      groups: A dict from names of groups to `GroupFit`.
+      groups: A dict that maps names of groups to `GroupFit`.
     """
 
     dtype: jnp.dtype

@@ -74,8 +74,8 @@ def read(opt_state: PyTree) -> Records:
         "clip" or "skip".
 
     Returns:
-      A dict from keys to `ClipInfo`. A skip wrapper comes before the stages that it wraps. If it
-      checks the loss, it has a second record, in which `norm` is the loss, and the key ends with
+      A dict that maps keys to `ClipInfo`. A skip wrapper comes before the stages that it wraps. If
+      it checks the loss, it has a second record, in which `norm` is the loss, and the key ends with
       `/loss`.
 
       Keys consist of a path and the name of the transformation, such as `0/clip_by_global_norm` for
@@ -171,7 +171,7 @@ def metrics(
         `clip_by/norm/layers/00`. There can be very many.
 
     Returns:
-      A dict from names to float32[], or int32[] for counts. Nothing is sent to the host.
+      A dict that maps names to float32[], or int32[] for counts. Nothing is sent to the host.
 
     Raises:
       ValueError: If the state has no record, `histogram`, or `noise_scale`, if `since` does not
@@ -230,7 +230,7 @@ def scalars(
       per_group: If True, leaves, layers, and groups have separate numbers.
 
     Returns:
-      A dict from names to Python floats. If `top` is used, `.../top/0/name` is the name of the
+      A dict that maps names to Python floats. If `top` is used, `.../top/0/name` is the name of the
       leaf, a string that you can log to TensorBoard with `add_text`.
 
     Raises:

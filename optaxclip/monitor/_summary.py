@@ -372,8 +372,8 @@ def counts(opt_state: PyTree) -> Counts:
       opt_state: Any pytree that contains the state, as in `read`.
 
     Returns:
-      A dict from the names in `metrics` to dicts of `steps`, `num_clipped`, `num_nonfinite`, and
-      `num_skipped`, if the record has them. They are int32[] or, if there are several leaves or
+      A dict that maps the names in `metrics` to dicts of `steps`, `num_clipped`, `num_nonfinite`,
+      and `num_skipped`, if the record has them. They are int32[] or, if there are several leaves or
       labels, int32[elements]. Outside `jit`, they are NumPy arrays, after one `jax.device_get`.
 
     Raises:

@@ -82,7 +82,7 @@ class ExampleClip(NamedTuple):
 
 
 def check_example_threshold(threshold: Any, argument: str) -> ExampleThreshold:
-    """Checks that a threshold is a number, or a dict from group names to numbers."""
+    """Checks that a threshold is a number, or a dict that maps group names to numbers."""
     if isinstance(threshold, Mapping):
         items = threshold.items()
         return {name: _check_number(value, f"{argument}[{name!r}]") for name, value in items}
@@ -101,7 +101,7 @@ def _check_number(threshold: Any, argument: str) -> Any:
 def _compute_named_thresholds(
     threshold: dict[str, Any], grouping: Grouping, dtype: jnp.dtype
 ) -> list[Array]:
-    """Returns the thresholds `[*group]` of a dict from group names."""
+    """Returns the thresholds `[*group]` of a dict that maps group names to them."""
     if grouping.layout == "dict":
         names = [(group.names[0], group.shape) for group in grouping.groups]
     else:

@@ -99,7 +99,7 @@ def grad_norms(
       loss_fn: The scalar loss of one example, `loss_fn(params, *example)`.
       argnums: The positions of the arguments to differentiate, as in `jax.grad`.
       batch_argnums: The positions of the arguments with a leading example axis, which can be
-        pytrees of arrays or keys. Defaults to all arguments except `argnums`.
+        pytrees of arrays or PRNG keys. Defaults to all arguments except `argnums`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
       microbatch_size: The number of examples in a microbatch. Defaults to all examples for "vmap".
         For "ghost", the default limits the additional memory to 256 MiB or twice the memory of the

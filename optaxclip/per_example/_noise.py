@@ -21,7 +21,7 @@ _CHANGES = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
 
 
 def sensitivity_factor(relation: Any) -> int:
-    """Returns the change of the sum between neighboring data sets, in thresholds."""
+    """Returns the change of the sum between neighboring datasets, in thresholds."""
     name = getattr(relation, "name", relation)
     name = name.lower() if isinstance(name, str) else name
     if name not in _CHANGES:
@@ -41,7 +41,7 @@ def noisy_mean(
 
     Gaussian noise is drawn and added in float32 or wider. Its standard deviation is
     `noise_multiplier` times the sensitivity, which is the bound in `result`, or twice that bound if
-    neighboring data sets differ by a replaced example. Pass the sum over all microbatches because
+    neighboring datasets differ by a replaced example. Pass the sum over all microbatches because
     noise must only be added once. Note that JAX's random generators are not cryptographic.
 
     Inside `shard_map`, pass the sum over all devices,
@@ -59,7 +59,7 @@ def noisy_mean(
         cancels in their difference. It can be None if `noise_multiplier` is the number 0.
       batch_size: The divisor of the sum, at least 1. For Poisson sampling, use the expected number
         of examples because the actual number is not private.
-      relation: The relation between neighboring data sets, as in `ClippedGrad.sensitivity`.
+      relation: The relation between neighboring datasets, as in `ClippedGrad.sensitivity`.
 
     Returns:
       The tree of the sum, in float32 or wider. Integer and `float0` leaves are returned unchanged.

@@ -29,7 +29,7 @@ def loss_curves(
     flatten the remaining curves. Crosses at the top mark steps on which a loss becomes non-finite.
 
     Args:
-      losses: A dict from run names to losses, float[n].
+      losses: A dict that maps run names to losses, float[n].
       steps: The steps of the losses, int[n]. Defaults to 0, 1, ...
       ax: The axes to use. Defaults to new axes with a legend.
 
@@ -66,7 +66,7 @@ def norm_curves(
     Crosses at the top mark steps on which a norm becomes non-finite.
 
     Args:
-      norms: A dict from run names to norms, float[n].
+      norms: A dict that maps run names to norms, float[n].
       steps: The steps of the norms, int[n]. Defaults to 0, 1, ...
       threshold: A constant threshold, drawn as a horizontal line.
       ax: The axes to use. Defaults to new axes with a legend.

@@ -42,17 +42,18 @@ def zclip(
     The published rule records clipped norms, so it never recovers from a permanent increase of the
     norms. The option `patience` prevents this. The published code also limits thresholds to 1, so
     it is equivalent to `clip_by_global_norm(1.0)` if most norms exceed 1. By default, thresholds
-    are not limited here, and no step is clipped during the warmup.
+    are not limited here, and no step is clipped during warmup.
 
     Source: Kumar, Owen, Roy Chowdhury, and Güra, 2025, ZClip, arXiv 2504.02507.
 
     Args:
       alpha: The decay of the mean and the variance.
-      z_thresh: The z-score above which a norm is a spike.
-      warmup_steps: The number of norms to record before clipping starts.
-      max_norm: The maximum threshold, also during the warmup. By default, there is no maximum.
+      z_thresh: The z-score above which a norm counts as a spike.
+      warmup_steps: The number of norms to record before clipping begins.
+      max_norm: An upper bound on thresholds, which also applies during warmup. By default, there is
+        no bound.
       option: The target for spikes, as in `optaxclip.thresholds.zscore`.
-      floor: The minimum threshold. Smaller norms are not recorded.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
       patience: The number of consecutive clipped norms after which unclipped norms are recorded.
         None disables this.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
@@ -97,11 +98,11 @@ def adagc(
 
     Args:
       lambda_rel: The ratio of the threshold to the average.
-      lambda_abs: The maximum global norm during the warmup.
+      lambda_abs: The maximum global norm during warmup.
       beta: The decay of the average.
       warmup_steps: The number of norms in the warmup.
-      floor: The minimum threshold. Smaller norms are not recorded. If 0, a leaf with zero gradients
-        during the warmup never changes, as in the published rule.
+      floor: A lower bound on thresholds. Norms below it are not recorded. If 0, a leaf with zero
+        gradients during warmup never changes, as in the published rule.
       patience: The number of consecutive clipped norms after which unclipped norms are recorded.
         None disables this.
       **options: The options shared by all transformations. See `optaxclip.NormOptions`.
@@ -139,7 +140,7 @@ def clip_by_quantile(
       learning_rate: The learning rate of the threshold.
       init_threshold: The initial threshold.
       geometric: If True, updates of the threshold are multiplicative. If False, they are additive.
-      floor: The minimum threshold. Smaller norms are not recorded.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
     Example:
@@ -174,7 +175,7 @@ def clip_by_ema_norm(
     Args:
       ratio: The ratio of the threshold to the average.
       decay: The decay of the average, which is initialized with the norm of the second step.
-      floor: The minimum threshold. Smaller norms are not recorded.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
       patience: The number of consecutive clipped norms after which unclipped norms are recorded.
         None disables this.
       max_norm: The maximum threshold. By default, there is no maximum.
@@ -215,7 +216,7 @@ def autoclip(
     Args:
       percentile: The percentile, from 0 to 100.
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
-      floor: The minimum threshold. Smaller norms are not recorded.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
       max_norm: The maximum threshold. By default, there is no maximum.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
@@ -255,7 +256,7 @@ def clip_by_median_norm(
       scale: The ratio of the threshold to the median.
       window: The number of norms to keep, and the number of steps between updates of the threshold.
         It must be static in `optax.inject_hyperparams`.
-      floor: The minimum threshold. Smaller norms are not recorded.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
       max_norm: The maximum threshold. By default, there is no maximum.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 
@@ -292,7 +293,7 @@ def clip_by_window_norm(
     Args:
       num_std: The number of standard deviations above the mean.
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
-      floor: The minimum threshold. Smaller norms are not recorded.
+      floor: A lower bound on thresholds. Norms below it are not recorded.
       max_norm: The maximum threshold. By default, there is no maximum.
       **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
 

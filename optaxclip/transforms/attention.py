@@ -316,7 +316,7 @@ def _head_specs(head_leaves: list[_HeadLeaf], specs: PyTree, flat: trees.FlatTre
 def _logits_by_name(
     head_leaves: list[_HeadLeaf], max_logits: PyTree, name: str
 ) -> dict[str, Array]:
-    """Returns a dict from leaf names to the logits of their heads. Negative logits become 0."""
+    """Returns a dict that maps leaf names to the logits of heads. Negative logits become 0."""
     flat = trees.flatten(max_logits, "max_logits", integer_policy="error")
     arrays_by_path: dict[tuple[str, ...], list[Any]] = {}
     for i in flat.inexact_indices:

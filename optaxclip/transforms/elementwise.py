@@ -269,7 +269,7 @@ def _cast_bound(x: Array, bound: ArrayLike) -> Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.broadcast_to(bound, x.shape)
     bound, dtype = jnp.asarray(bound), jnp.finfo(x.dtype).dtype
-    # Cast integers to float32 or wider first, because a narrow dtype may not represent them.
+    # Cast integers to float32 or wider first, because a low-precision dtype may not represent them.
     if not jnp.issubdtype(bound.dtype, jnp.floating):
         bound = bound.astype(numerics.accumulation_dtype(dtype))
     return jnp.broadcast_to(numerics.saturating_cast(bound, dtype), x.shape)

@@ -235,8 +235,8 @@ def clip_by_spectral_norm(
 
     Args:
       threshold: The maximum singular value: a number, a schedule, or a rule from
-        `optaxclip.thresholds`, or a dict from the names of matrices to any of these. Rules use the
-        largest singular values of the matrices.
+        `optaxclip.thresholds`, or a dict that maps the names of matrices to any of these. Rules use
+        the largest singular values of the matrices.
       mode: "soft" or "hard".
       stacked: The number of leading axes that stack matrices, as in `optaxclip.scopes.leaf`.
       iterations: The number of Newton-Schulz iterations. Use 10 for singular values up to `1e4 * c`

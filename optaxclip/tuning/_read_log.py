@@ -52,7 +52,7 @@ SETTING = re.compile(
 SETTINGS = re.compile(
     r"(.*[/.])?(config|args|hparams|hyperparams|params?|parameters?|weights?|updates?)[/.].*"
 )
-"""Names in groups of settings, parameters or updates."""
+"""Names in groups of settings, parameters, or updates."""
 STEP = re.compile(
     r"(.*[/.])?((?P<first>global_?steps?(/max_steps)?|num_updates|_step)"
     r"|(train(er|ing)?_?)?(steps?|iter(ation)?s?|it|updates?))"
