@@ -412,5 +412,6 @@ def warn_if_many_norms(grouping: Grouping, name: str) -> None:
         warn(
             f"{name}: the leaves should have at most {NUM_NORMS_WARNING:,} norms to save memory, "
             f"got {total:,} norms, including {counts[largest]:,} for "
-            f"'{grouping.groups[largest].names[0]}'; use axis= for norms over more elements"
+            f"'{grouping.groups[largest].names[0]}'; use axis= for norms over more elements, "
+            "or scopes.unit(stacked=...) for leaves that stack layers"
         )

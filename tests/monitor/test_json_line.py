@@ -65,7 +65,7 @@ def test_json_line_rejects_invalid_values():
     state = tx.init(jnp.zeros(2))
     for value in (jnp.zeros(2), [1.0], {"a": 1}, 1j, b"x", object):
         with pytest.raises(
-            TypeError, match=r"loss must be a number, a string, a bool or None, got"
+            TypeError, match=r"loss must be a number, a string, a bool, or None, got"
         ):
             monitor.json_line(state, loss=value)
     with pytest.raises(TypeError, match="loss must be a number"):

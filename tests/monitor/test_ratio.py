@@ -72,7 +72,8 @@ def test_record_ratio_accepts_sharded_leaves(per_leaf):
 def test_record_ratio_requires_params():
     tx = monitor.record(stats="ratio", name="moves")
     with pytest.raises(
-        ValueError, match=r"moves: .*\['ratio'\], got None; use update\(updates, state, params\)"
+        ValueError,
+        match=r"moves: params is required .*\['ratio'\]; use update\(updates, state, params\)",
     ):
         tx.update(UPDATES, tx.init(PARAMS))
     with pytest.raises(ValueError, match=r"moves: params must have a leaf 'w' .*got no such leaf"):

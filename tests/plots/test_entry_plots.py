@@ -115,7 +115,7 @@ def test_the_sizes_of_float64_and_many_rows():
     ("histogram", "dtypes", "error", "message"),
     [
         (FOUND["none"], (), ValueError, "must contain a finite non-zero element, got 0; train"),
-        ({}, (), ValueError, "must contain at least one histogram, got an empty dict"),
+        ({}, (), ValueError, "histogram is an empty dict; pass at least one histogram"),
         (3, (), TypeError, "histogram must be a Histogram from monitor.histograms, got"),
         ({"a": 3}, (), TypeError, r"histogram\['a'\] must be a Histogram"),
         (FOUND, "float16", TypeError, "dtypes must be a tuple of dtypes, got 'float16'"),

@@ -184,7 +184,7 @@ def test_suggestion_agrees_with_its_text():
         (
             np.ones((4, 90)),
             ValueError,
-            r"one axis, got shape \(4, 90\); pass one run",
+            r"one-dimensional, got shape \(4, 90\); pass one run",
         ),
         ([1.0, -2.0], ValueError, "must not be negative, got -2 at index 1"),
         (
