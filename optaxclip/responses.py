@@ -81,7 +81,7 @@ def auto_s(gamma: float = 0.01) -> Response:
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> response = optaxclip.responses.auto_s(1.0)
-      >>> print(response(jnp.array(3.0), trigger=1.0, target=1.0))
+      >>> print(response(jnp.array(3.0), jnp.array(1.0), jnp.array(1.0)))
       0.75
     """
     return _AutoS(_check_range(gamma, 0, _MAX_FLOAT32, "gamma"))

@@ -209,10 +209,10 @@ def unit(
     @tree_scope
     def assign(flat: FlatTree) -> Grouping:
         counts = _count_stacked_axes(stacked, flat)
-        global_shapes = flat.global_shapes or [()] * len(counts)
+        shapes, global_shapes = flat.shapes(), flat.global_shapes or [()] * len(counts)
         reduced = []
         for i, (name, leaf) in enumerate(zip(flat.names(), flat.inexact_leaves(), strict=True)):
-            layer = jax.ShapeDtypeStruct(flat.shapes()[i][counts[i] :], np.float32)
+            layer = jax.ShapeDtypeStruct(shapes[i][counts[i] :], np.float32)
             chosen = axis(name, leaf) if callable(axis) else axis
             if chosen is None:
                 chosen = _fan_in_axes(layer.shape, name, is_shard=global_shapes[i] is None)

@@ -52,7 +52,7 @@ def test_clip_cotangent_shares_norm_across_devices():
     )()
     for name, (got, wanted) in found.items():
         np.testing.assert_allclose(got, wanted, rtol=1e-5, err_msg=name)
-    with pytest.raises(ValueError, match="pass specs=PartitionSpec"):
+    with pytest.raises(ValueError, match=r"use specs=PartitionSpec\(\)"):
         jax.eval_shape(lambda: sharded(False, clip_norm=1.0))
 
 
