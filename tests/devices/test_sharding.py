@@ -162,7 +162,7 @@ def test_methods_in_shard_map_match_single_device(name, kind):
         )
     )
     if name in KEEPS_AXES and not options:
-        with pytest.raises(ValueError, match="specs must be set for a sharded leaf"):
+        with pytest.raises(ValueError, match="specs is required for a sharded leaf"):
             update(TREES[0], on_one_device(name)[0], PARAMS)
         return
     wanted = None if name in SEVERAL else NUM_ALL_REDUCES.get(name, 1)
