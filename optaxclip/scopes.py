@@ -231,8 +231,7 @@ def ensemble_member(axis: int = 0) -> Scope:
     member would shrink the gradients of the other members.
 
     Args:
-      axis: The axis of the members in all leaves. Defaults to 0. Negative numbers count from the
-        end.
+      axis: The axis of the members in all leaves. Defaults to 0. Can be negative.
 
     Raises:
       ValueError: If a leaf does not have the axis or is sparse, or if the number of members differs

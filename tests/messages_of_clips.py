@@ -108,7 +108,7 @@ TYPE_ERRORS = {
     r"clip_by_global_norm\(max_norm\)$": clip_by_global_norm,
     r"^constant\(\) requires \['threshold'\]": thresholds.constant,
     r"update\(\) requires a state; call tx\.update\(grads, "
-    r"state, params\)$": lambda: clip_by(LEAF, 1.0).update(ONE),
+    r"state, params\), .* tx\.init\(params\)": lambda: clip_by(LEAF, 1.0).update(ONE),
     r"keyword argument 'foo'; use one of \['scope', 'threshold', ": lambda: clip_by(
         TREE, 1.0, foo=1
     ),

@@ -72,8 +72,14 @@ class _VmappedCotangentFn:
     spmd_axis_name: Any
 
     def __call__(self, *args: Array) -> Array:
-        names = {"axis_name": self.axis_name, "spmd_axis_name": self.spmd_axis_name}
-        return jax.vmap(self.cotangent_fn, self.axes, self.axes[0], **names)(*args)
+        mapped = jax.vmap(
+            self.cotangent_fn,
+            self.axes,
+            self.axes[0],
+            axis_name=self.axis_name,
+            spmd_axis_name=self.spmd_axis_name,
+        )
+        return mapped(*args)
 
 
 def _batching_rule(

@@ -61,7 +61,10 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
         updates: PyTree, state: Any = _NO_STATE, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
         if state is _NO_STATE:
-            raise TypeError("update() requires a state; call tx.update(grads, state, params)")
+            raise TypeError(
+                "update() requires a state; call tx.update(grads, state, params), starting with "
+                "state = tx.init(params)"
+            )
         # JAX does not compute with arrays in different memory spaces.
         arrays, restore = move_to_device_memory(updates, state, params, extra_args)
         updates, state, params, extra_args = arrays

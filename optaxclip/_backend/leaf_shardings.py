@@ -335,7 +335,8 @@ def _infer_mapped_axes(
             raise ValueError(
                 "specs or axis_name must be set inside pmap or shard_map(check_vma=False), got "
                 f"None for devices along {sorted(manual)}; use specs=PartitionSpec() for "
-                "replicated gradients (after pmean)"
+                "replicated gradients (after pmean), axis_name= if these axes shard all leaves, or "
+                "specs= with a pytree of PartitionSpec"
             )
         if spec is None:
             return names, unsharded
@@ -344,7 +345,8 @@ def _infer_mapped_axes(
     if names - manual:
         raise ValueError(
             f"axis_name must be one of {sorted(manual)} inside shard_map(check_vma=True), got "
-            f"{sorted(names - manual)}; use check_vma=False and name all axes"
+            f"{sorted(names - manual)}; clip outside the vmap or use check_vma=False and name all "
+            "axes"
         )
     # The type contains the mesh axes, but not the axes of the leaf that they shard.
     varying = meshes.varying_axes(leaf)
@@ -362,7 +364,8 @@ def _infer_mapped_axes(
     if unknown:
         raise ValueError(
             f"specs must name all axes over which a leaf varies, got {spec} for type "
-            f"{jax.typeof(leaf)} that also varies over {sorted(unknown)}; add these axes"
+            f"{jax.typeof(leaf)} that also varies over {sorted(unknown)}; correct the spec, sum "
+            "the leaf over these axes, or name only axes with shards in axis_name"
         )
     return reduced, kept
 

@@ -72,7 +72,8 @@ def check_replicated_scalar(x: Any, axis_names: Iterable[str] | None, what: str)
     if varying := sorted(varying_axes(x) & shared):
         raise ValueError(
             f"{what} must have one value on all devices that share a norm, but it varies over "
-            f"{varying}; use lax.pmean({what}, {varying})"
+            f"{varying}; use lax.pmean({what}, {varying}) or exclude axes with independent "
+            "gradients from axis_name"
         )
 
 

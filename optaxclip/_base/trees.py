@@ -28,8 +28,7 @@ class FlatTree(NamedTuple):
         child end with a number.
       leaves: All leaves. A `BCOO` is a single leaf.
       treedef: The tree structure.
-      inexact_indices: The positions of the measured leaves, which have floating-point or complex
-        elements.
+      inexact_indices: The positions of the measured leaves, which are floating-point or complex.
       global_shapes: The shapes of the measured leaves before sharding, or None for unknown shapes.
         Scopes use them to find units and layers. Empty outside `shard_map`, `pmap` and
         `vmap(axis_name=)`, where leaves are not shards.

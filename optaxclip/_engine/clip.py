@@ -85,7 +85,7 @@ def clip_by(
         Inside `optax.masked` or `optax.partition`, the dict may contain groups of other leaves.
       response: "clip" (the default), "normalize", "smooth", "auto_s", "band", or a function. See
         `optaxclip.responses`.
-      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ClipOptions`.
 
     Returns:
       A transformation with a `ClipState`. If the threshold does not depend on earlier steps, you
@@ -239,8 +239,7 @@ def clip_tree(
       norm: The norm of a group. Defaults to the L2 norm.
       response: The response to a norm above its threshold. Defaults to "clip".
       nonfinite: The policy for non-finite groups. Defaults to "nan".
-      strict: If True, no result exceeds its threshold, not even by a rounding error. Defaults to
-        False.
+      strict: If True, no result exceeds its threshold, even by rounding. Defaults to False.
       use_norm: The norm of the whole tree, which is then not computed. Other scopes ignore it.
       axis_name: The names of mapped axes, as in `clip_by`.
       specs: The sharding of the leaves, as in `clip_by`.
@@ -263,8 +262,15 @@ def clip_tree(
     # JAX does not compute with arrays in different memory spaces.
     (tree, params), back = move_to_device_memory(tree, params)
     flat = flatten(tree, "tree")
-    given = {"norm": norm, "response": response, "nonfinite": nonfinite, "strict": strict}
-    options = Options.create(**given, axis_name=axis_name, specs=specs, name=name)
+    options = Options.create(
+        norm=norm,
+        response=response,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
     plan = make_plan(flat, resolve_scope(scope), options)
     if isinstance(thresholds, Thresholds):
         rule = fixed(Thresholds(*map(plan.pack_layout, thresholds)))
@@ -329,9 +335,17 @@ def run_clip(
         plan = dataclasses.replace(plan, leaf_names=tuple(flat.names()))
     # In eager mode, `checkify.check` can only raise errors outside compiled calls.
     step = _clip_step_uncompiled if raises else _clip_step_compiled
-    operands = (flat.inexact_leaves(), param_leaves, rule, state, known_norm)
-    static: dict[str, Any] = {"plan": plan, "param_plan": param_plan, "options": options}
-    new, state = step(*operands, **static, method=method)
+    new, state = step(
+        flat.inexact_leaves(),
+        param_leaves,
+        rule,
+        state,
+        known_norm,
+        plan=plan,
+        param_plan=param_plan,
+        options=options,
+        method=method,
+    )
     return flat.unflatten(new), state
 
 

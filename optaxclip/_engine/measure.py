@@ -200,9 +200,10 @@ def compute_group_histograms(leaves: list[Any], plan: Plan, *, wide: bool) -> Ar
         for leaf, axes in zip(leaves, grouping.axes, strict=True):
             x, over = dense_values(leaf, axes, dtype)
             size = math.prod([np.shape(leaf)[axis] for axis in axes])
-            options = {"wide": wide, "in_one_piece": in_one_piece}
-            counts = exponent_counts.counts_by_size(x, over, size, **options)
-            parts.append((counts,))  # u32[..., 2, counts]
+            counts = exponent_counts.counts_by_size(  # u32[..., 2, counts]
+                x, over, size, wide=wide, in_one_piece=in_one_piece
+            )
+            parts.append((counts,))
         (totals,) = plan.reduce_groups(parts, add=exponent_counts.propagate_carry)
         return lax.reshape(totals, shape)
 

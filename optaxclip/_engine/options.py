@@ -64,8 +64,7 @@ class RescaleOptions(TransformOptions, total=False):
     """Options of transformations that scale groups: `TransformOptions` and `strict`.
 
     Attributes:
-      strict: If True, no result exceeds its threshold, not even by a rounding error. Defaults to
-        False.
+      strict: If True, no result exceeds its threshold, even by rounding. Defaults to False.
     """
 
     strict: bool

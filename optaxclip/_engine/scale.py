@@ -176,8 +176,9 @@ def _scale_leaf(
     columns = list(by)  # 2 or 3 x f32[...] without `axes`
     chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))
     power, ratio, *max_unchanged = [expand_dims_at(column, axes) for column in columns]
-    options: dict[str, Any] = {"strict": strict, "default_kernel": _multiply_in_float32}
-    scale_part = functools.partial(scale_and_round, power=power, ratio=ratio, **options)
+    scale_part = functools.partial(
+        scale_and_round, power=power, ratio=ratio, strict=strict, default_kernel=_multiply_wide
+    )
     scaled = map_real_imag(scale_part, x)  # [...], like x
     if zero_nonfinite:
         scaled = select_keep_subnormals(ratio == 0, jnp.zeros_like(scaled), scaled)
@@ -191,7 +192,7 @@ def _scale_leaf(
     return match_weak_type(result, x)
 
 
-def _multiply_in_float32(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
+def _multiply_wide(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
     wide, power, ratio = promote_dtypes([wide, power, ratio])
     # The power is first, because its product is exact.
@@ -216,8 +217,7 @@ def _round_toward_zero(x: Array, dtype: jnp.dtype) -> Array:
         mask = integer(2**wide.bits - 2 ** (wide.nmant - info.nmant))
         rounded = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & mask, x.dtype)
     else:
-        # The low-precision dtype has fewer exponents, so its subnormal numbers have a fixed
-        # distance.
+        # The low-precision dtype has fewer exponents, so its subnormals have a fixed distance.
         smallest, largest = x.dtype.type(info.smallest_normal), x.dtype.type(info.max)
         unit = jnp.maximum(floor_pow2_unclamped(jnp.abs(x)), smallest) * float(info.eps)
         rounded = lax.clamp(-largest, jnp.trunc(x * reciprocal_pow2(unit)) * unit, largest)

@@ -43,8 +43,8 @@ class AccumulateState(NamedTuple):
     """State that is passed between microbatches, and between steps with `state=`.
 
     Attributes:
-      clip: The clipping state, with a record of the most recent microbatch. Empty if nothing is
-        clipped.
+      clip: The clipping state, with a record of the most recent microbatch, or empty without
+        clipping.
       reject: The state of the rejection rule. Empty if there is no rule.
     """
 

@@ -116,7 +116,7 @@ def events(
       window: The number of steps to keep.
       norm: The norm that determines the worst leaf, as in `optaxclip.clip_by`. Use the same norm as
         the clipping stage.
-      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with an `EventsState`.
@@ -156,9 +156,14 @@ def events(
                 )
         if any(not has_elements(source.record) for source in sources):
             names = StaticNames(tuple(sorted(flatten(params, "params").names())))
-        steps, numbers = jnp.zeros((), jnp.int32), jnp.zeros((window, len(sources), 3), jnp.float32)
-        flags = jnp.zeros((window, 1 + len(sources)), jnp.int32)
-        return EventsState(steps, StaticNames((name,)), names, numbers, flags, inner_state)
+        return EventsState(
+            steps=jnp.zeros((), jnp.int32),
+            name=StaticNames((name,)),
+            names=names,
+            numbers=jnp.zeros((window, len(sources), 3), jnp.float32),
+            flags=jnp.zeros((window, 1 + len(sources)), jnp.int32),
+            inner_state=inner_state,
+        )
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any

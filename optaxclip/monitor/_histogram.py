@@ -307,7 +307,9 @@ def _fit(found: Histogram, dtype: jnp.dtype, max_lost_fraction: float) -> GroupF
     smallest = float(found.edges[np.argmax(np.cumsum(found.counts) > max_lost_fraction * total)])
     largest = float(found.edges[np.flatnonzero(found.counts)[-1] + 1])
     low, high = float_formats.underflow_threshold(dtype), float_formats.overflow_threshold(dtype)
-    lowest = 0.0 if not low else low / smallest if smallest else math.inf
+    lowest = 0.0
+    if low:
+        lowest = low / smallest if smallest else math.inf
     # The edges are powers of two, but the largest number of a format is not.
     highest = high if high == math.inf else 2.0 ** (math.frexp(high)[1] - 1) / largest
     return GroupFit(below, above, lowest, highest)
@@ -367,7 +369,7 @@ def histogram(
       scope: The grouping of elements from `optaxclip.scopes`. If None, leaves have separate
         histograms. For the scopes `axes` and `unit`, a histogram contains the whole leaf.
       of: The tree to count, "updates" or "params".
-      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `HistogramState`.

@@ -12,18 +12,10 @@ from jax import Array
 from jax.core import Tracer
 
 import optaxclip._backend.meshes as meshes
+import optaxclip.monitor._find_states as find_states
 from optaxclip._backend.global_view import put_on_device
 from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip._base.validation import check_bool, check_int, short_repr
-from optaxclip.monitor._find_states import (
-    fetch_to_host,
-    learning_rates,
-    name_of,
-    names_lost_error,
-    records,
-    unbox,
-    unique_keys,
-)
 from optaxclip.monitor._summary import (
     NUMBERS,
     OF_ALL,
@@ -64,8 +56,7 @@ class Records(dict[str, ClipInfo]):
 def read(opt_state: PyTree) -> Records:
     """Returns the most recent results of all clipping stages and skip wrappers in a state.
 
-    The function computes nothing and sends nothing to the host, so you can also call it under
-    `jit`.
+    It computes nothing and sends nothing to the host, so you can also call it under `jit`.
 
     Args:
       opt_state: Any pytree that contains the state, such as the state itself, a `TrainState`, or an
@@ -98,14 +89,14 @@ def read(opt_state: PyTree) -> Records:
     """
     # A box of an `nnx.Optimizer` is not an array, so the fields of the records are unboxed.
     places, infos = [], []
-    for path, state in records(opt_state, "read"):
-        places.append((path, (name_of(state),)))
+    for path, state in find_states.records(opt_state, "read"):
+        places.append((path, (find_states.name_of(state),)))
         infos.append(state.info)
         if isinstance(state, SkipState) and state.loss:
-            places.append((path, (name_of(state), "loss")))
+            places.append((path, (find_states.name_of(state), "loss")))
             infos.append(state.loss.info)
-    rows = zip(unique_keys(places), infos, strict=True)
-    return Records({key: ClipInfo(*map(unbox, info)) for key, info in rows})
+    rows = zip(find_states.unique_keys(places), infos, strict=True)
+    return Records({key: ClipInfo(*map(find_states.unbox, info)) for key, info in rows})
 
 
 def metrics(
@@ -187,7 +178,7 @@ def metrics(
       >>> print(step(tx.init(grads))["train/clip_by_group_norm/norm/actor"])
       5.0
     """
-    return _read_numbers(opt_state, prefix, since, top, per_group, "metrics")
+    return _read_numbers(opt_state, prefix, since, top, per_group, "metrics", on_host=False)
 
 
 @overload
@@ -247,14 +238,20 @@ def scalars(
       >>> print(found["clip_by_norm/clipped_fraction"], found["clip_by_norm/top/0/name"])
       1.0 w
     """
-    return _read_numbers(opt_state, prefix, since, top, per_group, "scalars")
+    return _read_numbers(opt_state, prefix, since, top, per_group, "scalars", on_host=True)
 
 
 def _read_numbers(
-    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, per_group: bool, caller: str
+    opt_state: PyTree,
+    prefix: str,
+    since: PyTree | None,
+    top: int,
+    per_group: bool,
+    caller: str,
+    *,
+    on_host: bool,
 ) -> dict[str, Any]:
-    """Implements `metrics` on the device, and the other callers on the host."""
-    on_host = caller != "metrics"
+    """Returns the numbers as Python values on the host, or as arrays on the device."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
     check_bool(per_group, "per_group")
@@ -262,7 +259,7 @@ def _read_numbers(
     states = loggable_records(opt_state, caller)
     found = {name: record_of(state) for name, state in states.items()}
     labels = {name: _labels_of(states[name], x, per_group) for name, x in found.items()}
-    arrays = found, counts_until(found, since), learning_rates(opt_state)
+    arrays = found, counts_until(found, since), find_states.learning_rates(opt_state)
     if top and not any(map(has_elements, found.values())):
         raise ValueError(
             f"top must be 0 if no stage or record has several leaves or groups, got {top}; insert "
@@ -270,7 +267,9 @@ def _read_numbers(
         )
     # One transfer for all arrays, because transfers to the host wait for the device. The arrays can
     # also be in the memory of the host, for example with an offloaded optimizer state.
-    found, earlier, rates = fetch_to_host(arrays, caller) if on_host else put_on_device(arrays)
+    found, earlier, rates = (
+        find_states.fetch_to_host(arrays, caller) if on_host else put_on_device(arrays)
+    )
     compute, xp = (summarize, np) if on_host else (_summarize_on_device, jnp)
     flat: dict[str, Any] = {}
     for name, state in states.items():
@@ -288,7 +287,7 @@ def _read_numbers(
             elif names := names_of(state):
                 flat[f"{front}/top/{i}/name"] = names[int(worst["index"])]
             else:
-                raise names_lost_error(f"the state of {name_of(state)}")
+                raise find_states.names_lost_error(f"the state of {find_states.name_of(state)}")
             flat |= {
                 f"{front}/top/{i}/{field}": worst[field] for field in NUMBERS if field in worst
             }
@@ -308,7 +307,7 @@ def _labels_of(state: Recorded, record: LogRecord, per_group: bool) -> tuple[str
         return tuple(names) if isinstance(record, HistogramRecord) else ()
     values = record.norm if isinstance(record, ClipRecord) else record.last
     if not names and any(x.size for x in jax.tree.leaves(values)):
-        raise names_lost_error(f"the state of {name_of(state)}")
+        raise find_states.names_lost_error(f"the state of {find_states.name_of(state)}")
     return tuple(names)
 
 
@@ -357,7 +356,7 @@ def json_line(
       >>> print(json_line(opt_state, step=7, loss=0.5)[:60])
       {"step": 7, "loss": 0.5, "clip_by_global_norm/norm": null, "
     """
-    found = _read_numbers(opt_state, "", since, top, per_group, "json_line")
+    found = _read_numbers(opt_state, "", since, top, per_group, "json_line", on_host=True)
     if twice := sorted(found.keys() & more.keys()):
         raise ValueError(f"more must not contain the name of a scalar, got {twice[0]!r}; rename it")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}

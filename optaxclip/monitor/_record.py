@@ -118,7 +118,7 @@ def record(
       loss: If True, records the loss instead of statistics. Pass the loss to `update` as `value=`
         or `loss=`.
       norm: The norm for "norm", "param_norm", and "ratio", as in `optaxclip.clip_by`.
-      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `RecordState`. Its `update` function returns the updates unchanged.
@@ -157,11 +157,15 @@ def record(
             keys, names = stats, grouping.names
             columns = () if grouping.layout == "scalar" else (len(names),)
         rows = (window, len(keys)) if len(keys) > 1 else (window,)
-        # Two arrays, because the same buffer cannot be donated twice.
-        steps, num_skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
-        last = {key: jnp.zeros(columns, jnp.float32) for key in keys}
-        ring = jnp.zeros((*rows, *columns), jnp.float32)
-        return RecordState(steps, num_skipped, StaticNames((name,)), names, last, ring)
+        return RecordState(
+            # Two arrays, because the same buffer cannot be donated twice.
+            steps=jnp.zeros((), jnp.int32),
+            num_skipped=jnp.zeros((), jnp.int32),
+            name=StaticNames((name,)),
+            names=names,
+            last={key: jnp.zeros(columns, jnp.float32) for key in keys},
+            ring=jnp.zeros((*rows, *columns), jnp.float32),
+        )
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any

@@ -176,8 +176,7 @@ def step_status(opt_state: PyTree, roll_back_after: int = 10) -> StepStatus:
       `max_consecutive`.
 
     Raises:
-      ValueError: If the state does not contain a skip wrapper, or if `roll_back_after` is less than
-        1.
+      ValueError: If the state does not contain a skip wrapper, or if `roll_back_after` is below 1.
       TypeError: If called under `jit`, `vmap` or `grad`, or if `roll_back_after` is not an int.
 
     Example:

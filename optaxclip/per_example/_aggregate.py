@@ -175,9 +175,12 @@ def per_example_clip_and_aggregate(
             counts = (sums.num_unclipped, examples)
             next_threshold = rule.update(state.threshold, *counts, count_key, batch_size=size)
         divisor = jnp.maximum(cast_to_float32(size), 1) if reduction == "mean" else jnp.ones(())
-        num_clipped = examples - sums.num_unclipped - sums.num_dropped
         new_state = PerExampleState(
-            safe_increment(state.steps), next_key, next_threshold, num_clipped, sums.num_dropped
+            steps=safe_increment(state.steps),
+            key=next_key,
+            threshold=next_threshold,
+            num_clipped=examples - sums.num_unclipped - sums.num_dropped,
+            num_dropped=sums.num_dropped,
         )
         rounded, like = _divide_and_cast(total, divisor, one), one.inexact_leaves()
         chex.assert_shape(rounded, [x.shape for x in like])

@@ -81,8 +81,9 @@ def result_of(sums: ClippedSums, grads: PyTree) -> PerExampleResult:
     """Returns the public result for sums and the tree of the summed gradients."""
     chex.assert_trees_all_equal_structs(sums.num_clipped, sums.norms)
     chex.assert_shape([sums.num_dropped, sums.num_unclipped], ())
-    counts = (sums.num_clipped, sums.num_dropped, sums.norms, sums.num_unclipped)
-    return PerExampleResult(grads, *counts)
+    return PerExampleResult(
+        grads, sums.num_clipped, sums.num_dropped, sums.norms, sums.num_unclipped
+    )
 
 
 def sums_specs(examples: Any, params: list[Any] | None = None) -> Any:

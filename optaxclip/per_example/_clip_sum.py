@@ -161,8 +161,7 @@ def clip_sum(
       is_padding: bool `[examples]`, True for padding, which adds nothing. Defaults to no padding.
       specs: A `PartitionSpec`, or a pytree prefix of the gradients with such specs. It is required
         inside `shard_map` and `pmap` if the gradients differ between devices. `PartitionSpec("x")`
-        means that devices along "x" have different examples. Individual examples must not be
-        sharded.
+        means that devices along "x" have different examples. Examples must not be sharded.
 
     Returns:
       A `PerExampleResult` with the sum, the norms, and the counts.

@@ -164,8 +164,13 @@ def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
     """Computes the convolution of an equation with the highest precision in `dtype`."""
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
     options = {name: eqn.params[name] for name in (*names, "feature_group_count")}
-    options |= {"precision": lax.Precision.HIGHEST, "preferred_element_type": dtype}
-    return lax.conv_general_dilated(x.astype(dtype), kernel.astype(dtype), **options)
+    return lax.conv_general_dilated(
+        x.astype(dtype),
+        kernel.astype(dtype),
+        **options,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=dtype,
+    )
 
 
 def move_channels_last(eqn: Any, x: Array, *, is_output: bool) -> Array:

@@ -293,9 +293,9 @@ def _draw_lines(ax: "Axes", curves: Mapping[str, tuple[style.Numbers, style.Numb
         # The line styles shift after all colors were used, so pairs of colors and line styles
         # repeat only after `len(COLORS) * len(STYLES)` curves.
         shift, number = divmod(depth, len(style.COLORS))
-        look = {"color": style.COLORS[number], "label": name}
-        dashes = style.STYLES[(number + shift) % len(style.STYLES)]
-        line = style.plot_line(ax, x, np.where(np.isfinite(y), y, np.nan), dashes, **look)
+        color, dashes = style.COLORS[number], style.STYLES[(number + shift) % len(style.STYLES)]
+        finite = np.where(np.isfinite(y), y, np.nan)
+        line = style.plot_line(ax, x, finite, dashes, color=color, label=name)
         # The first line is on top. Lines below it are wider, so that equal lines remain visible.
         line.set(zorder=3 - depth / len(curves), linewidth=1.4 + 0.25 * depth)
         lines.append(line)

@@ -61,8 +61,7 @@ def ema(
         Adam. If False, they start at the first norm.
       skip_steps: The number of initial norms to ignore.
       inclusive: If True, the averages include the current norm before clipping.
-      record: The norms to record. This option and the options below are described in
-        `optaxclip.thresholds.adaptive`.
+      record: The norms to record. See `optaxclip.thresholds.adaptive` for all options below.
       warmup_steps: The number of norms to record before clipping begins.
       floor: A lower bound on thresholds. Norms below it are not recorded.
       patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
@@ -126,8 +125,7 @@ def zscore(
         "percentile" uses the threshold `mean + z_thresh * std`.
       debias: If True, the warmup norms do not initialize the averages, which are debiased instead,
         as in axlearn (apple/axlearn).
-      record: The norms to record. This option and the options below are described in
-        `optaxclip.thresholds.adaptive`.
+      record: The norms to record. See `optaxclip.thresholds.adaptive` for all options below.
       floor: A lower bound on thresholds. Norms below it are not recorded.
       patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
       max_norm: An upper bound on thresholds, also during warmup. By default, there is no bound.
@@ -142,7 +140,7 @@ def zscore(
       1.04042
     """
     option = check_choice(option, get_args(Option), "option")
-    settings = (
+    settings = _ZScoreSettings(
         check_range(alpha, 0, 1, "alpha", "; use z_thresh= for a number of standard deviations"),
         check_minimum(z_thresh, 0, "z_thresh"),
         check_minimum(warmup_steps, 0, "warmup_steps"),
@@ -188,7 +186,7 @@ def mean_over_rms(
       >>> print(thresholds.target)
       0.966206
     """
-    settings = (
+    settings = _HistorySettings(
         check_range(mean_decay, 0, 1, "mean_decay"),
         check_range(square_decay, 0, 1, "square_decay"),
         check_minimum(eps, 0, "eps"),
@@ -255,6 +253,12 @@ class _Ema(_TwoAverages):
         return Thresholds(trigger, target)
 
 
+class _ZScoreSettings(NamedTuple):
+    alpha: Any
+    z_thresh: Any
+    warmup_steps: Any
+
+
 @register_state
 class Moments(NamedTuple):
     """The float32 mean and standard deviation of one value per group."""
@@ -270,25 +274,26 @@ class _ZScore(_TwoAverages):
     option: Option
     debias: bool
 
-    def observe(self, settings: Any, state: Moments, norm: Array, count: Array) -> Moments:
-        alpha, _, warmup_steps = settings
+    def observe(
+        self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
+    ) -> Moments:
         if self.debias:
-            return update_moments(state, norm, ema_weight(alpha, count, debias=True))
+            return update_moments(state, norm, ema_weight(settings.alpha, count, debias=True))
         # During warmup, use equal weights for all norms.
         plain = update_moments(state, norm, 1 / (count.astype(jnp.float32) + 1))
         # After warmup, use the weight `1 - alpha`.
-        rest = 1 - cast_to_float32(alpha)
+        rest = 1 - cast_to_float32(settings.alpha)
         mean = lerp(state.mean, norm, rest)
         # As in the published code, the deviation is measured from the new mean.
         std = safe_hypot(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
         # The first norm always initializes the mean, even without warmup.
-        is_warm = (count > 0) & (count >= warmup_steps)
+        is_warm = (count > 0) & (count >= settings.warmup_steps)
         return select_tree(is_warm, Moments(mean, std), plain)
 
     def compute_thresholds(
-        self, settings: Any, state: Moments, norm: Array, count: Array
+        self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
     ) -> Thresholds:
-        z_thresh, std = cast_to_float32(settings[1]), state.std  # [], [groups]
+        z_thresh, std = cast_to_float32(settings.z_thresh), state.std  # [], [groups]
         distance = jnp.where(count == 0, jnp.inf, signed_multiple(z_thresh, std))
         trigger = state.mean + distance  # f32[groups]
         if self.option == "percentile":
@@ -305,6 +310,12 @@ class _ZScore(_TwoAverages):
         return Thresholds(trigger, jnp.where(is_infinite, jnp.inf, target))
 
 
+class _HistorySettings(NamedTuple):
+    mean_decay: Any
+    square_decay: Any
+    eps: Any
+
+
 @register_state
 class _Averages(NamedTuple):
     """The debiased float32 mean and root mean square of the norms."""
@@ -317,20 +328,21 @@ class _Averages(NamedTuple):
 class _MeanOverRms(_TwoAverages):
     state_type = _Averages
 
-    def observe(self, settings: Any, state: _Averages, norm: Array, count: Array) -> _Averages:
-        mean_decay, square_decay, _ = settings
-        mean = lerp(state.mean, norm, ema_weight(mean_decay, count, debias=True))
-        weight = ema_weight(square_decay, count, debias=True)
+    def observe(
+        self, settings: _HistorySettings, state: _Averages, norm: Array, count: Array
+    ) -> _Averages:
+        mean = lerp(state.mean, norm, ema_weight(settings.mean_decay, count, debias=True))
+        weight = ema_weight(settings.square_decay, count, debias=True)
         # Squares may overflow in float32, so average them without computing them.
         rms = safe_hypot(safe_sqrt(1 - weight) * state.rms, safe_sqrt(weight) * norm)
         return _Averages(mean, rms)
 
     def compute_thresholds(
-        self, settings: Any, state: _Averages, norm: Array, count: Array
+        self, settings: _HistorySettings, state: _Averages, norm: Array, count: Array
     ) -> Thresholds:
         del norm
         # f32[groups]
-        ratio = divide_no_nan(state.mean, state.rms + cast_to_float32(settings[2]), 0)
+        ratio = divide_no_nan(state.mean, state.rms + cast_to_float32(settings.eps), 0)
         target = jnp.where(count == 0, jnp.inf, ratio)
         return Thresholds(target, target)
 

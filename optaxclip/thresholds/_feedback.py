@@ -65,7 +65,7 @@ def log_tracker(
       >>> print(thresholds.trigger)
       inf
     """
-    settings = (
+    settings = _TrackerSettings(
         check_range(decay, 0, 1, "decay", "; use num_std= for a number of standard deviations"),
         check_minimum(num_std, 0, "num_std"),
         check_threshold_value(min_threshold, "min_threshold"),
@@ -121,7 +121,7 @@ def adagc(
       >>> print(thresholds.target)
       [0.6 0.8]
     """
-    settings = (
+    settings = _AdaGCSettings(
         check_minimum(lambda_rel, 0, "lambda_rel"),
         check_threshold_value(lambda_abs, "lambda_abs"),
         check_range(beta, 0, 1, "beta"),
@@ -167,7 +167,7 @@ def quantile(
       >>> print(thresholds.trigger)
       0.904837
     """
-    settings = (
+    settings = _QuantileSettings(
         check_range(target, 0, 1, "target"),
         check_minimum(learning_rate, 0, "learning_rate"),
         check_threshold_value(init_threshold, "init_threshold"),
@@ -176,6 +176,12 @@ def quantile(
     return adaptive(
         statistic, settings, record="raw", floor=floor, patience=None, max_norm=max_norm
     )
+
+
+class _TrackerSettings(NamedTuple):
+    decay: Any
+    num_std: Any
+    min_threshold: Any
 
 
 @register_state
@@ -192,19 +198,19 @@ class _LogTracker:
         return _TrackerState(Moments(zeros, zeros), zeros)
 
     def observe(
-        self, settings: Any, state: _TrackerState, norm: Array, count: Array
+        self, settings: _TrackerSettings, state: _TrackerState, norm: Array, count: Array
     ) -> _TrackerState:
         del count
         # Record the threshold instead of larger norms, and 0.01 instead of smaller norms.
         capped = jnp.minimum(jnp.log1p(jnp.maximum(norm, 0.01)), _log_threshold(settings, state))
-        rest = 1 - cast_to_float32(settings[0])
+        rest = 1 - cast_to_float32(settings.decay)
         weight = state.weight + rest * (1 - state.weight)
         # Dividing by the sum of the weights makes the averages unbiased.
         fraction = divide_no_nan(rest * jnp.ones_like(weight), weight, 0)
         return _TrackerState(update_moments(state.moments, capped, fraction), weight)
 
     def compute_thresholds(
-        self, settings: Any, state: _TrackerState, norm: Array, count: Array
+        self, settings: _TrackerSettings, state: _TrackerState, norm: Array, count: Array
     ) -> Thresholds:
         del norm, count
         log_threshold = _log_threshold(settings, state)
@@ -218,11 +224,17 @@ _LARGEST_LOG = np.log1p(np.finfo(np.float32).max)
 """The smallest number for which `expm1` is infinite in float32."""
 
 
-def _log_threshold(settings: Any, state: _TrackerState) -> Array:
-    _, num_std, min_threshold = settings
-    # Use a standard deviation of at least 1e-3, even if all norms are equal.
-    cap = state.moments.mean + signed_multiple(num_std, jnp.maximum(state.moments.std, 1e-3))
-    return jnp.maximum(cap, jnp.log1p(jnp.maximum(cast_to_float32(min_threshold), 0)))
+def _log_threshold(settings: _TrackerSettings, state: _TrackerState) -> Array:
+    std = jnp.maximum(state.moments.std, 1e-3)  # even if all norms are equal
+    cap = state.moments.mean + signed_multiple(settings.num_std, std)
+    return jnp.maximum(cap, jnp.log1p(jnp.maximum(cast_to_float32(settings.min_threshold), 0)))
+
+
+class _AdaGCSettings(NamedTuple):
+    lambda_rel: Any
+    lambda_abs: Any
+    beta: Any
+    warmup_steps: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,21 +243,19 @@ class _Adagc:
         del settings
         return jnp.zeros(like.shape, jnp.float32)
 
-    def observe(self, settings: Any, state: Array, norm: Array, count: Array) -> Array:
-        _, _, beta, warmup_steps = settings
-        average = lerp(state, norm, 1 - cast_to_float32(beta))
+    def observe(self, settings: _AdaGCSettings, state: Array, norm: Array, count: Array) -> Array:
+        average = lerp(state, norm, 1 - cast_to_float32(settings.beta))
         # During warmup, the state is the smallest norm.
-        new = jnp.where(count < warmup_steps, jnp.minimum(state, norm), average)
+        new = jnp.where(count < settings.warmup_steps, jnp.minimum(state, norm), average)
         return jnp.where(count == 0, norm, new)
 
     def compute_thresholds(
-        self, settings: Any, state: Array, norm: Array, count: Array
+        self, settings: _AdaGCSettings, state: Array, norm: Array, count: Array
     ) -> Thresholds:
-        lambda_rel, lambda_abs, _, warmup_steps = settings
         # f32[groups] -> f32[]. The global norm is `root * unit`.
         root, unit = combine_norms_factored(norm)
         # Divide the norm first, because `lambda_abs / global_norm` may overflow or be subnormal.
-        max_norm = cast_to_float32(lambda_abs)
+        max_norm = cast_to_float32(settings.lambda_abs)
         fraction = divide_no_nan(divide_by_pow2(norm, unit), root, 1)  # f32[groups]
         # The product must have finite derivatives, even if it is not selected.
         product = jnp.where(jnp.isinf(max_norm), 1, max_norm) * fraction
@@ -253,24 +263,31 @@ class _Adagc:
         is_large = root > divide_by_pow2(max_norm, unit)
         warmup = jnp.where(is_large, product, jnp.maximum(product, norm))
         warmup = jnp.where(jnp.isinf(max_norm), jnp.inf, warmup)
-        learned = jnp.where(count == 0, jnp.inf, signed_multiple(lambda_rel, state))
-        threshold = jnp.where(count < warmup_steps, warmup, learned)
+        learned = jnp.where(count == 0, jnp.inf, signed_multiple(settings.lambda_rel, state))
+        threshold = jnp.where(count < settings.warmup_steps, warmup, learned)
         return Thresholds(threshold, threshold)
+
+
+class _QuantileSettings(NamedTuple):
+    target: Any
+    learning_rate: Any
+    init_threshold: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _Quantile:
     geometric: bool
 
-    def init(self, settings: Any, like: Array) -> Array:
-        return jnp.full(like.shape, cast_to_float32(settings[2]))
+    def init(self, settings: _QuantileSettings, like: Array) -> Array:
+        return jnp.full(like.shape, cast_to_float32(settings.init_threshold))
 
-    def observe(self, settings: Any, state: Array, norm: Array, count: Array) -> Array:
+    def observe(
+        self, settings: _QuantileSettings, state: Array, norm: Array, count: Array
+    ) -> Array:
         del count
-        target, learning_rate, _ = settings
         # f32[groups], the gradient of the quantile loss
-        excess = (norm <= state).astype(jnp.float32) - cast_to_float32(target)
-        step = -cast_to_float32(learning_rate) * excess
+        excess = (norm <= state).astype(jnp.float32) - cast_to_float32(settings.target)
+        step = -cast_to_float32(settings.learning_rate) * excess
         return scale_by_exp(state, step) if self.geometric else jnp.maximum(state + step, 0)
 
     def compute_thresholds(

@@ -46,8 +46,7 @@ def percentile(
       percentile: The percentile, from 0 to 100. A number between 0 and 1 causes a warning, because
         it is often meant as a fraction.
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
-      record: The norms to record. This option and the options below are described in
-        `optaxclip.thresholds.adaptive`.
+      record: The norms to record. See `optaxclip.thresholds.adaptive` for all options below.
       inclusive: If True, the window includes the current norm.
       warmup_steps: The number of norms before a finite threshold. Defaults to `window`.
       floor: A lower bound on thresholds. Norms below it are not recorded.
@@ -107,8 +106,7 @@ def window(
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       ddof: Use 1 for an unbiased estimate of the variance, as in `numpy.var`.
       min_std: The lower bound on the standard deviation.
-      record: The norms to record. This option and the options below are described in
-        `optaxclip.thresholds.adaptive`.
+      record: The norms to record. See `optaxclip.thresholds.adaptive` for all options below.
       inclusive: If True, the window includes the current norm.
       warmup_steps: The number of norms before a finite threshold. Defaults to half of `window`.
       floor: A lower bound on thresholds. Norms below it are not recorded.

@@ -56,7 +56,7 @@ def zclip(
       floor: A lower bound on thresholds. Norms below it are not recorded.
       patience: The number of consecutive clipped norms after which unclipped norms are recorded.
         None disables this.
-      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -67,8 +67,15 @@ def zclip(
       >>> print(state.info.factor)
       0.2080833
     """
-    bounds = {"floor": floor, "patience": patience, "max_norm": max_norm}
-    rule = thresholds.zscore(alpha, z_thresh, warmup_steps, option=option, **bounds)
+    rule = thresholds.zscore(
+        alpha,
+        z_thresh,
+        warmup_steps,
+        option=option,
+        floor=floor,
+        patience=patience,
+        max_norm=max_norm,
+    )
     return clip_by(scopes.tree(), rule, **options)
 
 
@@ -105,7 +112,7 @@ def adagc(
         gradients during warmup never changes, as in the published rule.
       patience: The number of consecutive clipped norms after which unclipped norms are recorded.
         None disables this.
-      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -115,8 +122,9 @@ def adagc(
       >>> print(updates["a"], updates["b"])
       [0.6] [0.8]
     """
-    bounds = {"floor": floor, "patience": patience}
-    rule = thresholds.adagc(lambda_rel, lambda_abs, beta, warmup_steps, **bounds)
+    rule = thresholds.adagc(
+        lambda_rel, lambda_abs, beta, warmup_steps, floor=floor, patience=patience
+    )
     return clip_by(scopes.leaf(), rule, **options)
 
 
@@ -141,7 +149,7 @@ def clip_by_quantile(
       init_threshold: The initial threshold.
       geometric: If True, updates of the threshold are multiplicative. If False, they are additive.
       floor: A lower bound on thresholds. Norms below it are not recorded.
-      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -152,8 +160,9 @@ def clip_by_quantile(
       >>> print(state.info.threshold)
       0.904837
     """
-    settings = {"geometric": geometric, "floor": floor}
-    rule = thresholds.quantile(target, learning_rate, init_threshold, **settings)
+    rule = thresholds.quantile(
+        target, learning_rate, init_threshold, geometric=geometric, floor=floor
+    )
     return clip_by(scopes.tree(), rule, **options)
 
 
@@ -179,7 +188,7 @@ def clip_by_ema_norm(
       patience: The number of consecutive clipped norms after which unclipped norms are recorded.
         None disables this.
       max_norm: The maximum threshold. By default, there is no maximum.
-      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -190,8 +199,9 @@ def clip_by_ema_norm(
       >>> print(state.info.threshold, state.info.factor)
       [1.7565] [0.3513]
     """
-    bounds = {"floor": floor, "patience": patience, "max_norm": max_norm}
-    rule = thresholds.ema(decay, ratio, skip_steps=1, **bounds)
+    rule = thresholds.ema(
+        decay, ratio, skip_steps=1, floor=floor, patience=patience, max_norm=max_norm
+    )
     return clip_by(scopes.leaf(), rule, **options)
 
 
@@ -218,7 +228,7 @@ def autoclip(
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       floor: A lower bound on thresholds. Norms below it are not recorded.
       max_norm: The maximum threshold. By default, there is no maximum.
-      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -229,8 +239,9 @@ def autoclip(
       >>> print(state.info.threshold, state.info.factor)
       1.0 0.2
     """
-    settings = {"inclusive": True, "warmup_steps": 0, "floor": floor, "max_norm": max_norm}
-    rule = thresholds.percentile(percentile, window, **settings)
+    rule = thresholds.percentile(
+        percentile, window, inclusive=True, warmup_steps=0, floor=floor, max_norm=max_norm
+    )
     return clip_by(scopes.tree(), rule, **options)
 
 
@@ -258,7 +269,7 @@ def clip_by_median_norm(
         It must be static in `optax.inject_hyperparams`.
       floor: A lower bound on thresholds. Norms below it are not recorded.
       max_norm: The maximum threshold. By default, there is no maximum.
-      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -295,7 +306,7 @@ def clip_by_window_norm(
       window: The number of norms to keep. It must be static in `optax.inject_hyperparams`.
       floor: A lower bound on thresholds. Norms below it are not recorded.
       max_norm: The maximum threshold. By default, there is no maximum.
-      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

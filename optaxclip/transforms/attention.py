@@ -256,8 +256,8 @@ def clip_attention_logits(
         weights = trees.align_params(only, params, name).inexact_leaves()
         before, after = ([tree[leaf.name] for leaf in head_leaves] for tree in (logits, clipped))
         layouts = tuple(leaf.layout for leaf in head_leaves)
-        operands = (only.inexact_leaves(), weights, before, after)
-        return only.unflatten(_rescale_params(*operands, layouts=layouts)), state
+        leaves = _rescale_params(only.inexact_leaves(), weights, before, after, layouts=layouts)
+        return only.unflatten(leaves), state
 
     if not check_bool(record, "record"):
         clip_logits()  # rejects thresholds that depend on earlier steps

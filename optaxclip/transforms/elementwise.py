@@ -68,8 +68,9 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
     if callable(max_delta):
         check_schedule(max_delta, "max_delta", any_shape=True)
     else:
-        options = {"disabled_value": "math.inf", "schedule": True}
-        max_delta = check_threshold_value(max_delta, "max_delta", **options)
+        max_delta = check_threshold_value(
+            max_delta, "max_delta", disabled_value="math.inf", schedule=True
+        )
     return _clip_by_bounds(None, max_delta, ("max_delta", "max_delta"), record)
 
 

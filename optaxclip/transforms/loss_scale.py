@@ -98,7 +98,7 @@ def scale_loss(
       minimum: The minimum scale. Steps that are still non-finite at this scale are skipped, and
         `optaxclip.monitor.step_status` then returns "roll back".
       maximum: The maximum scale.
-      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `LossScaleState`. `inner` receives float32 instead of float16 and fp8
@@ -133,10 +133,11 @@ def scale_loss(
     """
     checked = Options.create(**options)
     initial = _check_pow2(initial, "initial")
-    powers = {"factor": factor, "minimum": minimum, "maximum": maximum}
     numbers = _ScaleConfig(
-        check_int_or_scalar(growth_interval, "growth_interval"),
-        **{argument: _check_pow2(value, argument) for argument, value in powers.items()},
+        growth_interval=check_int_or_scalar(growth_interval, "growth_interval"),
+        factor=_check_pow2(factor, "factor"),
+        minimum=_check_pow2(minimum, "minimum"),
+        maximum=_check_pow2(maximum, "maximum"),
     )
     _check_order(initial, numbers)
     skip = skip_wrapper(check_inner(inner), math.inf, None, options=checked)

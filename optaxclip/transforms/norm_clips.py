@@ -43,7 +43,7 @@ def clip_by_block_rms(
     Args:
       threshold: The maximum root mean square of a leaf.
       stacked: The number of leading axes that stack layers, as in `optaxclip.scopes.leaf`.
-      **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.RescaleOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -75,7 +75,7 @@ def clip_by_norm(
     Args:
       max_norm: The maximum norm of a leaf.
       axes: The axes over which norms are computed. Defaults to all axes.
-      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -106,9 +106,8 @@ def clip_by_global_norm(
     Args:
       max_norm: The maximum global norm.
       eps: A number to add to the norm in the factor `max_norm / (norm + eps)`. Use 1e-6 to match
-        PyTorch, as described in `optaxclip.responses.clip_with_eps`. Defaults to None, which adds
-        nothing.
-      **options: The options shared by all transformations. See `optaxclip.ClipOptions`.
+        PyTorch, as described in `optaxclip.responses.clip_with_eps`. Defaults to None (no number).
+      **options: Options that can be used with any transformation. See `optaxclip.ClipOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -155,7 +154,7 @@ def adaptive_grad_clip(
       axis: The axes over which the norms of units are computed, or a function
         `(path, leaf) -> axes`. If None, or if the function returns None, the axes depend on the
         rank of the leaf, as in `optaxclip.scopes.unit`.
-      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.NormOptions`.
 
     Raises:
       ValueError: If the threshold is negative, NaN, or not a scalar. Also raised by `update` if
@@ -191,7 +190,7 @@ def clip_by_group_norm(
         `optaxclip.thresholds`, or a dict that maps labels to any of these.
       labels: The labels of the groups, as in `optaxclip.scopes.group`: a pytree prefix of the
         parameters, a function `(path, leaf) -> label`, or a function `params -> labels`.
-      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -224,7 +223,7 @@ def normalize_by_global_norm(
       norm: The target norm.
       known_norm: The name of an extra argument of `update` that contains the norm of the gradients,
         as in `optaxclip.clip_by`.
-      **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.RescaleOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -266,7 +265,7 @@ def normalize_by_norm_history(
       eps: A number to add to the root mean square.
       stacked: The number of leading axes that stack layers, as in `optaxclip.scopes.leaf`.
       floor: A lower bound on the new norm. Norms below it are not recorded.
-      **options: The options shared by all transformations. See `optaxclip.NormOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.NormOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

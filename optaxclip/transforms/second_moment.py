@@ -133,7 +133,7 @@ def clip_by_moving_max(
       decay: The decay of the average.
       stacked: The number of leading axes that stack layers, as in `optaxclip.scopes.leaf`.
       floor: The minimum threshold. Smaller maxima are not recorded.
-      **options: The options shared by all transformations. See `optaxclip.RescaleOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.RescaleOptions`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -251,8 +251,10 @@ def clip_by_second_moment(
                 f"{name}: the updates must have the leaves passed to init, got the new leaves "
                 f"{unknown}; reinitialize the state"
             )
-        operands = (flat.inexact_leaves(), old.get(flat, name), state.steps)
-        clipped, count, moments = _clip_and_update(settings, *operands, period=period)
+        leaves, moments = flat.inexact_leaves(), old.get(flat, name)
+        clipped, count, moments = _clip_and_update(
+            settings, leaves, moments, state.steps, period=period
+        )
         return flat.unflatten(clipped), SecondMomentState(count, old.replace(flat, moments))
 
     return transformation(init, update)
@@ -277,9 +279,11 @@ def _clip_and_update(
     if period is not None:
         step = count % period  # the number of steps since the most recent reset
         moments = [jnp.where(step == 0, 0, v) for v in moments]
-    scalars = (settings.threshold, settings.decay, step >= settings.warmup_steps)
-    rows = zip(leaves, moments, strict=True)
-    pairs = [_clip_and_update_leaf(*row, *scalars) for row in rows]
+    is_active = step >= settings.warmup_steps
+    pairs = [
+        _clip_and_update_leaf(leaf, moment, settings.threshold, settings.decay, is_active)
+        for leaf, moment in zip(leaves, moments, strict=True)
+    ]
     clipped, moments = ([pair[k] for pair in pairs] for k in range(2))
     return clipped, safe_increment(count, period=period or 1), moments
 

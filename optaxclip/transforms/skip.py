@@ -357,7 +357,7 @@ def skip_nonfinite(
       max_consecutive: The maximum number of consecutive skipped steps. All further steps are
         applied until a finite step occurs, as in `optax.apply_if_finite`, which makes a diverged
         run visible. If None, non-finite steps are always skipped.
-      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `SkipState`. A skipped step returns zero updates.
@@ -374,8 +374,10 @@ def skip_nonfinite(
       >>> print(updates, state.num_skipped)
       [0. 0.] 1
     """
-    settings = {"options": Options.create(**options), "accept_nonfinite_at_limit": True}
-    return skip_wrapper(inner, math.inf, max_consecutive, **settings)
+    checked = Options.create(**options)
+    return skip_wrapper(
+        inner, math.inf, max_consecutive, options=checked, accept_nonfinite_at_limit=True
+    )
 
 
 @validation.validate_call(transformation=True)
@@ -426,9 +428,9 @@ def skip_above(
         `optax.MultiSteps(skip_above(adam, threshold, check="updates"), k)`.
       norm: The norm to compare with `threshold`.
       known_norm: The name of an extra argument of `update` that contains the norm of the incoming
-        tree, such as "grad_norm". The norm is then not computed, and `bad_leaves` cannot identify
+        tree, such as "grad_norm". The norm is not computed, and `bad_leaves` cannot identify
         leaves.
-      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `SkipState`. A skipped step returns zero updates. If you use
@@ -456,8 +458,12 @@ def skip_above(
     """
     check = validation.check_choice(check, get_args(CheckedTree), "check")
     if check == "updates" and known_norm is not None:
-        raise ValueError(f"known_norm={known_norm!r} cannot be combined with check='updates'")
+        raise ValueError(
+            f"known_norm={known_norm!r} cannot be combined with check='updates'; use "
+            "check='gradients'"
+        )
     rule = None if loss_threshold is None else check_loss_threshold(loss_threshold)
     checked = Options.create(norm=norm, known_norm=known_norm, **options)
-    settings = {"check": check, "loss_threshold": rule, "options": checked}
-    return skip_wrapper(inner, threshold, max_consecutive, **settings)
+    return skip_wrapper(
+        inner, threshold, max_consecutive, check=check, loss_threshold=rule, options=checked
+    )

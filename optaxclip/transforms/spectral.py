@@ -241,12 +241,12 @@ def clip_by_spectral_norm(
       stacked: The number of leading axes that stack matrices, as in `optaxclip.scopes.leaf`.
       iterations: The number of Newton-Schulz iterations. Use 10 for singular values up to `1e4 * c`
         and 5 for singular values up to `100 * c`. It must be static in `optax.inject_hyperparams`.
-      **options: The options shared by all transformations. See `optaxclip.TransformOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.TransformOptions`.
 
     Returns:
       A transformation with a `ClipState`. Its `norm` estimates the largest singular value and is
       usually at most 3% too low (13% in one of 1,000 matrices). `factor` is the multiplier of this
-      singular value. Updates keep their shapes, dtypes, and weak types. Under `jit`, leaves can be
+      singular value. Shapes, dtypes, and weak types do not change. Under `jit`, leaves can be
       sharded.
 
     Raises:

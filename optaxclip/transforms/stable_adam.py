@@ -80,7 +80,7 @@ def scale_by_stable_adam(
       clipping_threshold: The maximum `rms` of a leaf.
       stacked: The number of leading axes that stack layers, as in `optaxclip.scopes.leaf`.
       nonfinite: The policy for non-finite leaves, as in `optaxclip.clip_by`.
-      **options: The options shared by all transformations. See `optaxclip.ShardingOptions`.
+      **options: Options that can be used with any transformation. See `optaxclip.ShardingOptions`.
 
     Returns:
       A transformation with a `StableAdamState`. Updates keep their shapes, dtypes, and weak types.
@@ -140,8 +140,8 @@ def scale_by_stable_adam(
         rows = _directions(*leaves, columns, eps, of_leaf=_direction, plan=plan)
         directions, new_mu, new_nu = ([row[k] for row in rows] for k in range(3))
         count = safe_increment(state.count, is_counted)
-        averages = (mu.replace(flat, new_mu), nu.replace(flat, new_nu))
-        return flat.unflatten(directions), StableAdamState(clip_state, count, *averages)
+        mu, nu = mu.replace(flat, new_mu), nu.replace(flat, new_nu)
+        return flat.unflatten(directions), StableAdamState(clip_state, count, mu, nu)
 
     return transformation(init, update)
 

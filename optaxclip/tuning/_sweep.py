@@ -31,8 +31,7 @@ class SweepResult:
       clipped_fraction: float32[thresholds, steps], the fractions of groups above the threshold.
       final_loss: float32[thresholds], the mean loss over the last tenth of the steps, or infinity
         if the run diverged.
-      diverged: bool[thresholds], True if the final loss is non-finite or above the first finite
-        loss.
+      diverged: bool[thresholds], True if the final loss is non-finite or exceeds the first one.
       loss_noise: float[thresholds], the noise of the final loss, or NaN if all runs diverged.
       threshold: The suggested threshold, or NaN if all runs diverged.
     """

@@ -146,7 +146,7 @@ def test_empty_specs_count_replicated_gradients_once():
         np.testing.assert_allclose(norm, np.full(np.shape(norm), np.linalg.norm(mean)), rtol=1e-6)
         for x in np.reshape(updates, (-1, 5)):
             np.testing.assert_allclose(x, mean * (1e-3 / np.linalg.norm(mean)), rtol=1e-5)
-    first = r"use specs=PartitionSpec\(\) for replicated gradients \(after pmean\)"
+    first = r"use specs=PartitionSpec\(\) for replicated gradients \(after pmean\), axis_name= if"
     with pytest.raises(ValueError, match=first):
         jax.pmap(clip, axis_name="i")(grads)
     with pytest.raises(ValueError, match=first):
@@ -254,7 +254,7 @@ def test_device_dependent_scalars_raise_with_shared_norm(what):
     for told in ({}, {"axis_name": "a"}, {"specs": P("a")}):
         with pytest.raises(
             ValueError,
-            match=rf"{argument} must have one value on .* but it varies over \['a'\]",
+            match=rf"{argument} must have one value .* it varies over \['a'\]; use lax.pmean",
         ):
             run(**told)
         run(lambda n: jax.lax.pmean(n, "a"), **told)

@@ -271,11 +271,11 @@ ERRORS = {
     ),
     "axis of parts": (
         {"heads": lambda *_: Heads(3, ((2, 1.0),))},
-        "heads uses axes .*, but leaf 'key' has",
+        r"heads uses axes \(3, -1\), but leaf 'key' has shape",
     ),
     "no axis of entries": (
         {"heads": lambda *_: Heads(1, ((2, 1.0),), head_dim_axis=3)},
-        "heads uses axes .*, but leaf 'key' has",
+        r"heads uses axes \(1, 3\), but leaf 'key' has shape",
     ),
     "half a head": (
         {"heads": lambda *_: Heads(-1, ((3, 1.0),))},

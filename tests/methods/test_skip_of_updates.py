@@ -108,7 +108,8 @@ def test_skip_above_rejects_unknown_judge():
     ):
         skip_above(optax.sgd(0.1), 1.0, check="grads")
     with pytest.raises(
-        ValueError, match=r"known_norm='grad_norm' cannot be combined with check='updates'$"
+        ValueError,
+        match=r"known_norm='grad_norm' cannot be combined with check='updates'; use check=",
     ):
         skip_above(optax.sgd(0.1), 1.0, check="updates", known_norm="grad_norm")
 
