@@ -204,7 +204,7 @@ def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
     for stat in given:
         if stat not in STATISTICS:
             hint = did_you_mean(stat, STATISTICS)
-            raise ValueError(f"stats must be from {list(STATISTICS)}, got {stat!r}{hint}")
+            raise ValueError(f"stats must be one or more of {list(STATISTICS)}, got {stat!r}{hint}")
     if not given or len(set(given)) < len(given):
         raise ValueError(
             f"stats must be one or more distinct names from {list(STATISTICS)}, got {stats!r}"
@@ -340,8 +340,8 @@ def compute_statistics(
     if needing:
         if params is None:
             raise ValueError(
-                f"{options.name}: params is required for the statistics {needing}; "
-                "use update(updates, state, params)"
+                f"{options.name}: params are required for the statistics {needing}; "
+                "call update(updates, state, params)"
             )
         weights, weights_plan = get_param_leaves(flat, params, plan, options)
     static = {"plan": plan, "weights_plan": weights_plan, "names": names, "norm": options.norm}
