@@ -85,7 +85,7 @@ class ClippedGrad:
         bound: Any = self.clip.threshold
         if isinstance(bound, Mapping):
             if params is None:
-                raise ValueError("params is required when threshold is a dict; pass params=...")
+                raise ValueError("params are required if threshold is a dict; pass the parameters")
             bound = self.clip.compute_thresholds(self._get_clipped_tree(flatten_params(params)))[2]
         return change * bound
 
@@ -102,7 +102,7 @@ _TRANSFORMED = "the result of pre_clipping_transform"
 
 
 @validate_call(
-    replacements={"num_microbatches": "microbatch_size=, the number of examples in a microbatch"}
+    replacements={"num_microbatches": "microbatch_size, the number of examples in a microbatch"}
 )
 def clipped_grad(
     loss_fn: Callable[..., Any],
