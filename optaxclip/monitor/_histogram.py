@@ -51,8 +51,8 @@ class Histogram:
       step: The step that was counted. The first update after `init` is step 0. If no step has been
         counted, -1.
       num_nan: The number of elements that are NaN.
-      too_large: A dict that maps the largest number of a format to the number of finite elements
-        that overflow in the format.
+      too_large: A dict that maps the overflow threshold of a dtype to the number of finite elements
+        above it.
     """
 
     counts: Ints = dataclasses.field(repr=False)
