@@ -229,10 +229,10 @@ class ValueAndGrad:
             raise ValueError("the batch has no examples; pass at least one example")
         number, rest = divmod(examples, self._size)
         if rest:
-            batch = "per-device batch" if meshes.manual_axes() else "batch"
+            part = "per-device " if meshes.manual_axes() else ""
             divisor = max(n for n in range(1, self._size + 1) if examples % n == 0)
             raise ValueError(
-                f"microbatch_size must divide the {batch} size, got {self._size} for {examples} "
-                f"examples; use {divisor} or pad the batch with zero-weight examples"
+                f"microbatch_size must divide the {part}batch size, got {self._size} for "
+                f"{examples} examples; use {divisor} or pad the batch with zero-weight examples"
             )
         return loss_arguments.MicrobatchSplit.split(batch, self._size, number)

@@ -126,8 +126,8 @@ def clipped_grad(
     through a closure or keyword argument, the effect of a single example on the sum is unbounded.
 
     At most `microbatch_size` per-example gradients are in memory at a time. Microbatches are
-    processed in a `scan`, and the last one may be smaller. Their examples are spread over the batch,
-    so each device has part of every microbatch. Norms, losses, and aux are in batch order.
+    processed in a `scan`, and the last one may be smaller. Their examples are spread over the
+    batch, so each device has part of every microbatch. Norms, losses, and aux are in batch order.
 
     Under `jit`, the sum covers the whole batch even if it is sharded, which requires all-reduces in
     each microbatch. Inside `shard_map`, the results cover only the local shard. Apply `psum` to the
