@@ -33,7 +33,7 @@ def checkify_finite(bad: Array, name: str, leaves: list[str]) -> None:
     """Reports non-finite groups with these leaves to `checkify`. `bad` has any shape."""
     good = ~jnp.any(bad)
     names = ", ".join(leaves)
-    text = f"{name}: the gradient norm must be finite, got NaN or infinity in the leaves {names}"
+    text = f"{name}: the gradient norm is NaN or infinite for the leaves {names}"
     # Without `checkify`, JAX raises its own error when it compiles the check (as of JAX 0.10.2).
     # That message cannot be changed, but the traceback shows the next line with its comment.
     checkify.check(good, text)  # error, out = jit(checkify.checkify(step))(*args); error.throw()

@@ -115,72 +115,78 @@ VALUE_ERRORS = {
     r"at least 61 steps, got a leaf of shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
     r"data must contain an array with .* got None.*np\.arange\(60\)": lambda: swept(data=None),
     r"data must contain an array with .* got \{\}.*np\.arange\(60\)": lambda: swept(data={}),
-    r"must contain a record, got none; insert monitor\.record\(\) in": lambda: monitor.history(
+    r"opt_state contains no record; insert monitor\.record\(\) in": lambda: monitor.history(
         without_record()
     ),
-    r"contain a record, got none; insert monitor\.record\(\) into": lambda: monitor.history_names(
+    r"contains no record; insert monitor\.record\(\) into": lambda: monitor.history_names(
         without_record()
     ),
-    r"one record, got None for \['record', 'events'\]; pass a name to hist": lambda: (
-        monitor.history(of_several(monitor.record(2), monitor.events(optaxclip.clip_by_norm(1.0))))
+    r"one record, but None matches 2 of \['record', 'events'\]; pass one of these "
+    r"names to hist": lambda: monitor.history(
+        of_several(monitor.record(2), monitor.events(optaxclip.clip_by_norm(1.0)))
     ),
-    r"got 'record' for \['record', 'record'\]; use name= to choose different": lambda: (
+    r"'record' matches 2 of \['record', 'record'\]; create them with different": lambda: (
         monitor.history(of_several(monitor.record(2), monitor.record(2)), "record")
     ),
     r"name must be one of \['a'\], got 3": lambda: monitor.history(
         of_several(monitor.record(2, name="a")), 3
     ),
-    r"contain a histogram, got none; insert monitor\.histogram\(\) in": lambda: monitor.histograms(
+    r"contains no histogram; insert monitor\.histogram\(\) in": lambda: monitor.histograms(
         without_record()
     ),
     r"name must be one of \['a'\], got 'b'": lambda: monitor.histograms(
         of_several(monitor.histogram(name="a")), "b"
     ),
-    r"one histogram, got None for \['a', 'histogram'\]; pass a name to hist": lambda: (
-        monitor.dtype_fit(of_several(monitor.histogram(name="a"), monitor.histogram()))
+    r"one histogram, but None matches 2 of \['a', 'histogram'\]; pass one of these "
+    r"names to hist": lambda: monitor.dtype_fit(
+        of_several(monitor.histogram(name="a"), monitor.histogram())
     ),
-    "opt_state of histograms must be one state, got 2 under vmap": lambda: monitor.histograms(
-        jax.vmap(monitor.histogram().init)(jnp.ones((2, 3)))
+    "histograms: opt_state must be a single state, but contains 2 states": lambda: (
+        monitor.histograms(jax.vmap(monitor.histogram().init)(jnp.ones((2, 3))))
     ),
     "every must be an int >= 1, got 0": lambda: monitor.histogram(every=0),
     r"of must be one of \['updates', 'params'\], got 'grads'": lambda: monitor.histogram(
         of="grads"
     ),
-    "params is required when of='params'; use": lambda: (
+    "params are required when of='params'; call": lambda: (
         tx := monitor.histogram(of="params")
     ).update(GRADS, tx.init(GRADS)),
-    r"too_large must contain the largest number of float16, got \[\]": lambda: monitor.Histogram(
-        np.ones(2, int), np.array([1.0, 2.0, 2.0**20]), 0, 0, 0
-    ).overflow_fraction("float16"),
-    r"max_lost_fraction must be in the range \[0, 1\), got 1": lambda: monitor.dtype_fit(
+    r"too_large must contain the overflow threshold of float16, got \[\]": lambda: (
+        monitor.Histogram(
+            np.ones(2, int), np.array([1.0, 2.0, 2.0**20]), 0, 0, 0
+        ).overflow_fraction("float16")
+    ),
+    r"max_lost_fraction must be in \[0, 1\), got 1": lambda: monitor.dtype_fit(
         (), max_lost_fraction=1
     ),
-    r"record: the ring buffer of the state must have shape \[6\], got \[5\]": lambda: (
+    r"record: the ring buffer in state must have shape \(6,\), but has shape \(5,\)": lambda: (
         another_record({"window": 5}, {"window": 6})
     ),
-    r"ring buffer of the state must have shape \[5\], got \[6\]": lambda: another_record(
+    r"ring buffer in state must have shape \(5,\), but has shape \(6,\)": lambda: another_record(
         {"window": 6}, {"window": 5}
     ),
-    r"ring buffer of the state must have shape \[4\], got \[3\]": lambda: another_record(
+    r"ring buffer in state must have shape \(4,\), but has shape \(3,\)": lambda: another_record(
         {"window": 3, "loss": True}, {"window": 4, "loss": True}
     ),
-    r"ring buffer of the state must have shape \[5\], got \[5, 3\]": lambda: another_record(
+    r"ring buffer in state must have shape \(5,\), but has shape \(5, 3\)": lambda: another_record(
         {"window": 5, "scope": scopes.leaf()}, {"window": 5}
     ),
-    r"state must have shape \[3, 2\], got \[5, 2\]; use the same window": lambda: another_record(
+    r"must have shape \(3, 2\), but has shape \(5, 2\); use the window": lambda: another_record(
         {"window": 5, "stats": ("norm", "max")}, {"window": 3, "stats": ("norm", "max")}
     ),
     "arrays that were donated .*; use the state that this step returned": lambda: monitor.scalars(
         donated()
     ),
-    "opt_state must not contain donated arrays, got arrays that were donated": lambda: (
-        monitor.history(donated())
+    "^opt_state contains arrays that were donated to a compiled step; use": lambda: monitor.history(
+        donated()
     ),
-    "not contain donated arrays, got arrays that were donated .*; use the state that": lambda: (
-        monitor.metrics(donated())
+    "contains arrays that were donated .*; use the state that this": lambda: monitor.metrics(
+        donated()
     ),
     r"'norm', 'max',.*'maxx'; did you mean 'max'": lambda: monitor.record(stats=("norm", "maxx")),
-    r"stats must be from \['norm'.*got 'kurtosis'$": lambda: monitor.record(stats="kurtosis"),
+    r"stats must be one or more of \['norm'.*got 'kurtosis'$": lambda: monitor.record(
+        stats="kurtosis"
+    ),
     r"stats must be one or more distinct names from \['norm'.* got \(\)": lambda: monitor.record(
         stats=()
     ),

@@ -60,19 +60,17 @@ TYPE_ERRORS = {
     "loss_fn must be a function, got 3": lambda: made(3),
     "weight must be a function, got 2.0": lambda: made(weight=2.0),
     "reject_rule must be the result of zscore": lambda: made(reject_rule=thresholds.zscore),
-    "reject_rule must be a threshold rule for the global norm, got": lambda: made(
-        reject_rule={"w": 1.0}
-    ),
+    "reject_rule must be a single global-norm threshold, got": lambda: made(reject_rule={"w": 1.0}),
     "reject_rule must be .* function zclip": lambda: made(reject_rule=optaxclip.zclip),
     "clip must be a number": lambda: made(clip="norm"),
-    "clip must be a transformation or a threshold": lambda: made(clip={"w": 1.0}),
+    "clip must be a transformation or a global-norm threshold": lambda: made(clip={"w": 1.0}),
     r"clip must be the result of .* as in optaxclip\.zclip": lambda: made(clip=optaxclip.zclip),
     r"clip .* call it, as in optaxclip\.clip_by\(\)": lambda: made(clip=optaxclip.clip_by),
     "clip must be the result of ema": lambda: made(clip=thresholds.ema),
     "compute_norms must be True or False": lambda: made(compute_norms=0),
     "axis_name must be a name": lambda: made(axis_name=3),
     r"value_and_grad\(\) requires \['loss_fn', 'microbatch_size'\]": accumulate.value_and_grad,
-    "a real number, got None": lambda: called(W, X, weight=lambda x: None),
+    "a real number, but returned None": lambda: called(W, X, weight=lambda x: None),
     "a real floating-point scalar, got shape": lambda: called(W, X, loss_fn=lambda w, x: 3),
     "loss_fn must return a real loss, got 'no'": lambda: called(W, X, loss_fn=lambda w, x: "no"),
     "loss_fn must return": lambda: called(W, X, loss_fn=lambda w, x: None),
@@ -80,22 +78,21 @@ TYPE_ERRORS = {
         W, X, has_aux=True
     ),
     "pass has_aux=True": lambda: called(W, X, loss_fn=lambda w, x: (loss_fn(w, x), 1)),
-    r"weight must accept the 2 batch arguments, got the error .* weight\(tok": lambda: weighted(
-        lambda x: x.sum()
-    ),
-    r"must accept the 2 batch arguments, .*; for example, use weight\(tok": lambda: weighted(
+    r"weight must accept all batch arguments \(2\), but fails with '.* "
+    r"weight\(tok": lambda: weighted(lambda x: x.sum()),
+    r"must accept all batch arguments \(2\), .*; for example, use weight\(tok": lambda: weighted(
         lambda *, mask: mask.sum()
     ),
-    r"must accept the 1 batch arguments, .* use weight\(tok": lambda: weighted(
+    r"must accept all batch arguments \(1\), .* use weight\(tok": lambda: weighted(
         lambda x, y: x.sum() + y.sum(), 1
     ),
-    r"weight must accept the 2 batch arguments, .*; for example, use": lambda: weighted(
+    r"weight must accept all batch arguments \(2\), .*; for example, use": lambda: weighted(
         lambda: 1.0
     ),
     "^threshold must be a number or scalar array, got <function .* "
     "per_example_clip_and_aggregate": lambda: clip_sum(lambda count: 1.0),
     r"^threshold must be a number or scalar array, got "
-    r"QuantileThreshold\(.* the threshold of this step": lambda: per_example.clipped_grad(
+    r"QuantileThreshold\(.* the threshold for this step": lambda: per_example.clipped_grad(
         dot, per_example.quantile_threshold()
     ),
     r"^threshold\['a'\] must be a number or scalar array, got <function": lambda: clip_sum(
@@ -127,25 +124,27 @@ TYPE_ERRORS = {
     "argnums must be an int or a sequence of ints, got .0.5": lambda: grads_of(dot, argnums=(0.5,)),
     "argnums must be an int or a sequence of ints": lambda: grads_of(dot, argnums="w"),
     "^microbatch_size must be an int": lambda: grads_of(dot, microbatch_size=1.5),
-    "key must be one JAX PRNG key or an int seed, got 'seed'": lambda: AGGREGATE(1.0, 1.0, "seed"),
-    "key must be one JAX PRNG key or an int seed, got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),
-    r"key must be one JAX PRNG key or an int seed, got Array\(\(2,\)": lambda: AGGREGATE(
+    "key must be a single JAX PRNG key or an int seed, got 'seed'": lambda: AGGREGATE(
+        1.0, 1.0, "seed"
+    ),
+    "key must be a single JAX PRNG key or an int seed, got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),
+    r"key must be a single JAX PRNG key or an int seed, got Array\(\(2,\)": lambda: AGGREGATE(
         1.0, 1.0, KEYS
     ),
-    r"key must be one JAX PRNG key or an int seed, got Array\(3\.": lambda: AGGREGATE(
+    r"key must be a single JAX PRNG key or an int seed, got Array\(3\.": lambda: AGGREGATE(
         1.0, 1.0, jnp.float32(3)
     ),
-    r"key must be one JAX PRNG key or an int seed, got Array\(\[1\., 1\.\]": lambda: AGGREGATE(
+    r"key must be a single JAX PRNG key or an int seed, got Array\(\[1\., 1\.\]": lambda: AGGREGATE(
         1.0, 1.0, jnp.ones(2)
     ),
-    r"key must be one JAX PRNG key or an int seed, got Array\(\[\[0, 3\]\]": lambda: AGGREGATE(
+    r"key must be a single JAX PRNG key or an int seed, got Array\(\[\[0, 3\]\]": lambda: AGGREGATE(
         1.0, 1.0, jnp.uint32([[0, 3]])
     ),
     "batch_size .* of type str": lambda: AGGREGATE(1.0, 0.0, batch_size="a"),
-    "key must be one JAX PRNG key or an int seed, got True": lambda: AGGREGATE(1.0, 1.0, True),
+    "key must be a single JAX PRNG key or an int seed, got True": lambda: AGGREGATE(1.0, 1.0, True),
     "noise_multiplier must be .* got '1'": lambda: noisy(noise="1"),
-    "key must be one JAX PRNG key, got 0.*; use a new key": lambda: noisy(key=0),
-    "result must be the PerExampleResult .* got Array": lambda: per_example.noisy_mean(
+    "key must be a single JAX PRNG key, got 0.*; pass a new key": lambda: noisy(key=0),
+    "result must be a PerExampleResult .* got Array": lambda: per_example.noisy_mean(
         X, 1.0, KEYS[0], 4
     ),
     "pre_clipping_transform must be a function.* 3": lambda: grads_of(
@@ -154,10 +153,12 @@ TYPE_ERRORS = {
     "pre_clipping_transform must be a function.* 'scaled'": lambda: grads_of(
         dot, pre_clipping_transform="scaled"
     ),
-    "is_padding must be bool": lambda: clip_sum(1.0, is_padding=jnp.zeros(2)),
+    "is_padding must have dtype bool, got dtype float": lambda: clip_sum(
+        1.0, is_padding=jnp.zeros(2)
+    ),
 }
 VALUE_ERRORS = {
-    "PRNG keys of examples must generate .* got 'rbg', .* impl='threefry2x32'": lambda: (
+    "^per-example PRNG keys must generate .* but 'rbg' derives .* impl='threefry2x32'": lambda: (
         per_example.clipped_grad(lambda w, key: w * jax.random.uniform(key), 1.0)(
             1.0, jax.random.split(jax.random.key(0, impl="rbg"))
         )
@@ -187,7 +188,7 @@ VALUE_ERRORS = {
     "got 12 for 6 examples; use 6 or ": lambda: called(W, X, microbatch_size=12),
     "got 2 for 5 examples; use 1 or ": lambda: called(W, X[:5]),
     "the batch has no examples": lambda: called(W, X[:0]),
-    "the batch has no examples; pass at least one": lambda: called(W, {}),
+    "the batch has no examples; pass at least one example": lambda: called(W, {}),
     "batch_argnums must be distinct positions from 0 to 0": lambda: called(W),
     r"the batch must have leaves \[examples.* \(\)": lambda: called(W, 3.0),
     r"the batch must have leaves \[examples": lambda: called(W, (X, X[:2])),
@@ -198,17 +199,23 @@ VALUE_ERRORS = {
     r"must be of type AccumulateState, got .*; pass the previous accumulated\.state": lambda: (
         called(W, X, state=3)
     ),
-    "weight must return a positive number, got -1.0": lambda: called(W, X, weight=lambda x: -1.0),
-    "weight must return a positive number, got 0": lambda: called(W, X, weight=lambda x: 0),
-    "weight must return a positive number, got nan": lambda: called(W, X, weight=lambda x: np.nan),
+    "weight must return a positive number, but returned -1.0": lambda: called(
+        W, X, weight=lambda x: -1.0
+    ),
+    "weight must return a positive number, but returned 0": lambda: called(
+        W, X, weight=lambda x: 0
+    ),
+    "weight must return a positive number, but returned nan": lambda: called(
+        W, X, weight=lambda x: np.nan
+    ),
     r"scalar.*\(2,\).*; sum over": lambda: called(W, X, weight=lambda x: x[:, 0]),
     r"loss_fn must return a scalar, the mean.*shape \(2,\)": lambda: called(
         W, X, loss_fn=lambda w, x: x @ w
     ),
-    "clip must preserve the structure": lambda: called(
+    "clip must return a tree with the structure": lambda: called(
         W, X, clip=optax.stateless(lambda updates, _: {"w": updates})
     ),
-    "clip must preserve the .* and the floating-point leaves of the grad": lambda: called(
+    "clip must return a .* and floating-point leaves of the grad": lambda: called(
         {"v": W, "w": W}, X, loss_fn=lambda p, x: loss_fn(p["v"] + p["w"], x), clip=to_ints("w")
     ),
     "axis_name must name a mapped axis, got 'i'": lambda: called(W, X, axis_name="i"),
@@ -223,7 +230,7 @@ VALUE_ERRORS = {
     "argnums must be distinct positions from 0 to 1": lambda: grads_of(dot, argnums=7),
     r"batch_argnums must not overlap argnums=0, got 0": lambda: grads_of(dot, batch_argnums=0),
     "batch_size must be from 1 .* got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
-    "key must be a JAX PRNG key or an int seed, got None; pass a key": lambda: AGGREGATE(1.0, 1.0),
+    "key is required for noise; pass a JAX PRNG key or an int seed": lambda: AGGREGATE(1.0, 1.0),
     "noise_multiplier must not be negative": lambda: AGGREGATE(1.0, -1.0),
     "threshold must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
     "reduction must be one of": lambda: AGGREGATE(1.0, 0.0, reduction="median"),
@@ -237,19 +244,19 @@ VALUE_ERRORS = {
     "key is required when count_noise is .*; pass": lambda: jax.jit(
         lambda x: quantile_threshold(count_noise=x).update(x, 3, 4, batch_size=4)
     )(1.0),
-    "^key must be a JAX PRNG key .* got None; pass a key, or noise_multiplier=0": lambda: AGGREGATE(
+    "^key is required for noise; pass .* seed, or pass noise_multiplier=0": lambda: AGGREGATE(
         quantile_threshold(count_noise=1.0), 0.0
     ),
     "^noise_multiplier must": lambda: noisy(noise=-1.0),
     "^noise_multiplier must not be": lambda: noisy(noise=np.nan),
-    "noise_multiplier must be finite for noise": lambda: noisy(noise=np.inf),
+    "noise_multiplier must be finite to add noise": lambda: noisy(noise=np.inf),
     "batch_size must .* got 0": lambda: noisy(size=0),
     "batch_size must .* got nan": lambda: noisy(size=np.nan),
-    "key must be one JAX PRNG key, got None; use a new key": lambda: noisy(key=None),
+    "key must be a single JAX PRNG key, got None; pass a new key": lambda: noisy(key=None),
     "relation must be one of": lambda: noisy(relation="neighbours"),
     "result.bound is required for noise": lambda: noisy(bound=None),
-    "result.bound must be finite for noise, got inf": lambda: noisy(bound=np.inf),
-    r"params is required when threshold is a dict; pass params=": lambda: per_example.clipped_grad(
+    "result.bound must be finite to add noise, got inf": lambda: noisy(bound=np.inf),
+    r"params are required if threshold is a dict; pass the": lambda: per_example.clipped_grad(
         dot, {"all": 2.0}
     ).sensitivity(),
     r"relation must be one of \['add_or_remove_one', .* got 'replace'": lambda: (
@@ -259,7 +266,7 @@ VALUE_ERRORS = {
         dot, 1.0
     ).sensitivity(None),
     "split must be one of": lambda: clip_sum(1.0, split="even"),
-    r"is_padding must have shape \(2,\), got \(3,\)": lambda: clip_sum(
+    r"is_padding must have shape \(2,\), got shape \(3,\)": lambda: clip_sum(
         1.0, is_padding=jnp.zeros(3, bool)
     ),
     "^microbatch_size must be an int >= 1, got 0": lambda: grads_of(dot, microbatch_size=0),

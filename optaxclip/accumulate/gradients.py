@@ -55,7 +55,7 @@ class Accumulated(NamedTuple):
 
 @validate_call(
     replacements={
-        "num_microbatches": "microbatch_size=, the number of examples divided by num_microbatches"
+        "num_microbatches": "microbatch_size, the number of examples divided by num_microbatches"
     }
 )
 def value_and_grad(
@@ -226,13 +226,13 @@ class ValueAndGrad:
     def _split_batch(self, batch: tuple[Any, ...]) -> loss_arguments.MicrobatchSplit:
         examples = loss_arguments.get_batch_size(flatten(batch, "the batch"), "the batch")
         if not examples:
-            raise ValueError("the batch has no examples; pass at least one")
+            raise ValueError("the batch has no examples; pass at least one example")
         number, rest = divmod(examples, self._size)
         if rest:
-            part = " of a device" if meshes.manual_axes() else ""
+            part = "per-device " if meshes.manual_axes() else ""
             divisor = max(n for n in range(1, self._size + 1) if examples % n == 0)
             raise ValueError(
-                f"microbatch_size must divide the batch size{part}, got {self._size} for "
-                f"{examples} examples; use {divisor} or pad the batch with examples of weight 0"
+                f"microbatch_size must divide the {part}batch size, got {self._size} for "
+                f"{examples} examples; use {divisor} or pad the batch with zero-weight examples"
             )
         return loss_arguments.MicrobatchSplit.split(batch, self._size, number)

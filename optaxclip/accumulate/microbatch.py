@@ -64,9 +64,9 @@ class DataSharding:
         meshes.check_axis_names_bound(self.axis_names or ())
         if meshes.manual_axes() and not meshes.has_vma_tracking() and self.axis_names is None:
             raise ValueError(
-                f"{NAME}: axis_name must be set inside pmap or shard_map(check_vma=False), got "
-                f"None inside the axes {sorted(meshes.manual_axes())}; use the axes that shard the "
-                "batch or an empty tuple, and specs= for sharded parameters"
+                f"{NAME}: axis_name is required inside pmap and shard_map(check_vma=False); pass "
+                f"those of the axes {sorted(meshes.manual_axes())} that shard the batch, or an "
+                "empty tuple if none of them does, and pass specs if parameters are sharded"
             )
 
     @property
@@ -133,23 +133,24 @@ class MicrobatchLoss:
                 inspect.signature(self.weight).bind(*microbatch)
             except TypeError as error:
                 raise TypeError(
-                    f"weight must accept the {len(microbatch)} batch arguments, got the error "
+                    f"weight must accept all batch arguments ({len(microbatch)}), but fails with "
                     f"'{error}'; for example, use weight(tokens, mask) with batch_argnums=(1, 2)"
                 ) from None
             except ValueError:  # some built-in functions have no signature
                 pass
             weight = self.weight(*microbatch)
         if not is_real(weight):
-            raise TypeError(f"weight must return a real number, got {weight!r:.80}")
+            raise TypeError(f"weight must return a real number, but returned {weight!r:.80}")
         if jnp.shape(weight) != ():
             raise ValueError(
-                f"weight must return a scalar, got {describe_array(weight)}; sum over the examples"
+                f"weight must return a scalar, but returned {describe_array(weight)}; sum over the "
+                "examples"
             )
         if isinstance(weight, Tracer):
             return jnp.where(weight >= 0, weight.astype(self.dtype), jnp.nan)
         # A weight that is not traced is the same for all microbatches.
         if not weight > 0:
-            raise ValueError(f"weight must return a positive number, got {weight!r}")
+            raise ValueError(f"weight must return a positive number, but returned {weight!r}")
         return np.asarray(weight, self.dtype)
 
 
@@ -277,8 +278,8 @@ class MicrobatchProcessor:
         flat = flatten(clipped, "updates")
         if flat.treedef != grads.treedef or flat.inexact_indices != grads.inexact_indices:
             raise ValueError(
-                "clip must preserve the structure and the floating-point leaves of the gradients, "
-                f"but changed {grads.treedef} to {flat.treedef}"
+                "clip must return a tree with the structure and floating-point leaves of the "
+                f"gradients, {grads.treedef}, but returned {flat.treedef}"
             )
         if not isinstance(self.clip, ThresholdRule):
             return flat.inexact_leaves(), self.compute_norm(flat), state
@@ -316,8 +317,8 @@ def _check_clip(clip: Any) -> Any:
     threshold = check_threshold(clip, "clip")
     if isinstance(threshold, dict):
         raise TypeError(
-            "clip must be a transformation or a threshold for the global norm, got "
-            f"{clip!r:.80}; use clip_by_group_norm for one threshold per group"
+            f"clip must be a transformation or a global-norm threshold, got {clip!r:.80}; use "
+            "clip_by_group_norm to set a threshold per group"
         )
     return threshold
 
@@ -334,6 +335,6 @@ def _check_reject_rule(reject_rule: Any) -> ThresholdRule | None:
     rule = check_threshold(reject_rule, "reject_rule")
     if isinstance(rule, dict):
         raise TypeError(
-            f"reject_rule must be a threshold rule for the global norm, got {reject_rule!r:.80}"
+            f"reject_rule must be a single global-norm threshold, got {reject_rule!r:.80}"
         )
     return rule.as_pytree()

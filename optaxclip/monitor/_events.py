@@ -225,9 +225,9 @@ def _find_sources(inner_state: PyTree, name: str) -> list[EventSource]:
     sources = event_sources(inner_state)
     if not sources:
         raise ValueError(
-            f"inner of {name} must contain the record of a clipping stage or a skip wrapper (clip, "
-            "clip_by_value, clip_by_second_moment, and record=False keep none), got neither; use "
-            f"{name}(optax.chain(clip, optimizer))"
+            f"{name}: inner contains no clipping stage or skip wrapper that keeps a record (clip, "
+            "clip_by_value, clip_by_second_moment, and stages with record=False do not); use "
+            "monitor.events(optax.chain(clip, optimizer))"
         )
     return sources
 

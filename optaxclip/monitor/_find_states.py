@@ -33,10 +33,10 @@ def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any
     found = list(iter_states(opt_state, (ClipState, SkipState, *more)))
     if not found:
         raise ValueError(
-            f"opt_state of monitor.{caller} must contain the record of a clipping stage or a skip "
-            "wrapper (clip, clip_by_value, clip_by_second_moment, and record=False keep none), got "
-            f"{describe_tree(opt_state)}; pass the optimizer's state, a TrainState, or an "
-            "nnx.Optimizer"
+            f"monitor.{caller}: opt_state must contain a clipping stage or skip wrapper that keeps "
+            "a record (clip, clip_by_value, clip_by_second_moment, and stages with record=False do "
+            f"not), got {describe_tree(opt_state)}; pass the optimizer's state, a TrainState, or "
+            "an nnx.Optimizer"
         )
     return found
 
@@ -50,25 +50,26 @@ def find_one_state(
     if len(fitting) == 1:
         return fitting[0]
     if not found:
-        raise ValueError(
-            f"opt_state must contain a {what}, got none; insert monitor.{what}() into the chain"
-        )
+        raise ValueError(f"opt_state contains no {what}; insert monitor.{what}() into the chain")
     names = [name_of(state) for state in found]
     if name is not None and not fitting:
         hint = did_you_mean(str(name), names)
         raise ValueError(f"name must be one of {names}, got {name!r}{hint}")
-    remedy = f"pass a name to {reader}"
+    remedy = f"pass one of these names to {reader}"
     if len(set(names)) < len(names):
-        remedy = f"use name= to choose different names and {remedy}"
-    raise ValueError(f"name must identify one {what}, got {name!r} for {names}; {remedy}")
+        remedy = f"create them with different names and {remedy}"
+    raise ValueError(
+        f"name must match exactly one {what}, but {name!r} matches {len(fitting)} of {names}; "
+        f"{remedy}"
+    )
 
 
 def check_not_vmapped(steps: Any, reader: str) -> None:
     """Checks that the step counter is a scalar, which it is not for several seeds under `vmap`."""
     if np.ndim(steps):
         raise ValueError(
-            f"opt_state of {reader} must be one state, got {steps.size} under vmap; pass "
-            "jax.tree.map(lambda x: x[0], opt_state)"
+            f"monitor.{reader}: opt_state must be a single state, but contains {steps.size} states "
+            "stacked by vmap; pass one of them, as in jax.tree.map(lambda x: x[0], opt_state)"
         )
 
 
@@ -130,8 +131,8 @@ def _check_not_deleted(state: Any) -> None:
     own = [getattr(state, field) for field in fields if field not in ("inner_state", "skip")]
     if any(map(is_deleted, jax.tree.leaves(own))):
         raise ValueError(
-            "opt_state must not contain donated arrays, got arrays that were donated to a compiled "
-            "step; use the state that this step returned"
+            "opt_state contains arrays that were donated to a compiled step; use the state that "
+            "this step returned"
         )
 
 
@@ -183,23 +184,23 @@ def describe_tree(tree: PyTree) -> str:
     """Describes a tree by its type and its first leaves, for messages."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     names = ", ".join(f"'{leaf_name(path)}'" for path in paths[:3])
-    of_leaves = f"with the leaves {names}{', ...' if len(paths) > 3 else ''}" if paths else "empty"
-    return f"{type(tree).__name__}, {of_leaves}"
+    leaves = f"with the leaves {names}{', ...' if len(paths) > 3 else ''}"
+    return f"a pytree of type {type(tree).__name__} {leaves if paths else 'without leaves'}"
 
 
 def names_lost_error(what: str) -> ValueError:
     return ValueError(
-        f"{what} must contain names, got none (Flax and optax.tree_map_params do not keep names); "
-        f"pass the nnx.Optimizer instead of its nnx.state, or {RESTORE_NAMES_HINT}"
+        f"names are missing from {what} because Flax or optax.tree_map_params removed them; pass "
+        f"the nnx.Optimizer instead of its nnx.state, or {RESTORE_NAMES_HINT}"
     )
 
 
 def check_ring_buffer(ring: Any, shape: tuple[int, ...], name: str) -> None:
     if unbox(ring).shape != shape:
         raise ValueError(
-            f"{name}: the ring buffer of the state must have shape {[*shape]}, got "
-            f"{[*unbox(ring).shape]}; use the same window, scope, and stages as at init, or "
-            f"{REINIT_HINT}"
+            f"{name}: the ring buffer in state must have shape {shape}, but has shape "
+            f"{unbox(ring).shape}; use the window, scope, and stages with which the state was "
+            f"initialized, or {REINIT_HINT}"
         )
 
 
@@ -214,7 +215,7 @@ def fetch_to_host(arrays: PyTree, caller: str) -> PyTree:
     """Copies the arrays to the host in one transfer."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError(
-            f"opt_state of monitor.{caller} must contain values, got tracers of jit, vmap, or "
-            "grad; pass the state that the compiled step returns"
+            f"monitor.{caller} cannot be called inside jit, vmap, or grad because opt_state "
+            "contains tracers there; pass the state that the compiled step returns"
         )
     return jax.device_get(arrays)

@@ -51,8 +51,8 @@ class Histogram:
       step: The step that was counted. The first update after `init` is step 0. If no step has been
         counted, -1.
       num_nan: The number of elements that are NaN.
-      too_large: A dict that maps the largest number of a format to the number of finite elements
-        that overflow in the format.
+      too_large: A dict that maps the overflow threshold of a dtype to the number of finite elements
+        above it.
     """
 
     counts: Ints = dataclasses.field(repr=False)
@@ -95,8 +95,8 @@ class Histogram:
             return 0.0
         if threshold not in self.too_large:
             raise ValueError(
-                f"too_large must contain the largest number of {dtype}, got {[*self.too_large]}; "
-                "use a histogram from monitor.histograms"
+                f"too_large must contain the overflow threshold of {dtype}, got "
+                f"{[*self.too_large]}; use a histogram from monitor.histograms"
             )
         return self.too_large[threshold] / max(int(self.counts.sum()), 1)
 
@@ -289,9 +289,7 @@ def dtype_fit(
     if not is_real(max_lost_fraction):
         raise TypeError(f"max_lost_fraction must be a number, got {max_lost_fraction!r}")
     if not 0 <= max_lost_fraction < 1:
-        raise ValueError(
-            f"max_lost_fraction must be in the range [0, 1), got {max_lost_fraction!r}"
-        )
+        raise ValueError(f"max_lost_fraction must be in [0, 1), got {max_lost_fraction!r}")
     dtype = float_formats.checked_format(dtype)
     found = histograms(opt_state, name)
     groups = {group: _fit(x, dtype, max_lost_fraction) for group, x in found.items()}
@@ -415,15 +413,15 @@ def histogram(
         if of == "params":
             if params is None:
                 raise ValueError(
-                    f"{name}: params is required when of='params'; use "
+                    f"{name}: params are required when of='params'; call "
                     "update(updates, state, params)"
                 )
             leaves, plan = get_param_leaves(flat, params, plan, checked)
         wide = state.counts.shape[-1] == num_counts(wide=True)
         if norm_dtype(map(dtype_of, leaves)) == jnp.float64 and not wide:
             raise ValueError(
-                f"{name}: params passed to init must have float64 leaves if the {of} have them, "
-                f"got none; use params of the same dtypes, or {REINIT_HINT}"
+                f"{name}: the {of} have float64 leaves, but the params passed to init had none; "
+                f"pass params of the same dtypes to init, or {REINIT_HINT}"
             )
         old = state.steps, state.last_counted_step, state.counts
         steps, counted, counts = _write_counts(old, leaves, plan=plan, every=every, wide=wide)

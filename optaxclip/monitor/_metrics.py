@@ -42,8 +42,8 @@ class Records(dict[str, ClipInfo]):
         fitting = [key for key in self if key.endswith(f"/{end}")]
         if len(fitting) == 1:
             return self[fitting[0]]
-        matches = f"{len(fitting)} matches"
-        raise KeyError(f"key must match exactly one of {list(self)}, got {end!r} with {matches}")
+        matches = f"{end!r} matches {len(fitting) or 'none'}"
+        raise KeyError(f"key must match exactly one of {list(self)}, but {matches}")
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, ClipInfo]], tuple[str, ...]]:
         return [(jax.tree_util.DictKey(key), info) for key, info in self.items()], tuple(self)
@@ -262,8 +262,8 @@ def _read_numbers(
     arrays = found, counts_until(found, since), find_states.learning_rates(opt_state)
     if top and not any(map(has_elements, found.values())):
         raise ValueError(
-            f"top must be 0 if no stage or record has several leaves or groups, got {top}; insert "
-            "monitor.record(scope=scopes.leaf()) into the chain"
+            f"top must be 0 unless a stage or record has several leaves or groups, got {top}; "
+            "insert monitor.record(scope=scopes.leaf()) into the chain"
         )
     # One transfer for all arrays, because transfers to the host wait for the device. The arrays can
     # also be in the memory of the host, for example with an offloaded optimizer state.

@@ -120,7 +120,10 @@ def noise_scale(
         check_state(state, NoiseScaleState, name, updates=updates)
         noise = extra_args.get("noise")
         if noise is None:
-            raise ValueError(f"{name}: noise is required; pass noise=accumulated.noise")
+            raise ValueError(
+                f"{name}: noise is required; pass noise=accumulated.noise, where accumulated is "
+                "a result of accumulate.value_and_grad"
+            )
         if not isinstance(noise, NoiseSums):
             raise TypeError(
                 f"{name}: noise must be the NoiseSums returned by optaxclip.accumulate, got "

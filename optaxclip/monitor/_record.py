@@ -44,12 +44,12 @@ class RecordState(NamedTuple):
       steps: int32[], the number of steps so far, including skipped steps.
       num_skipped: int32[], the number of steps that a surrounding wrapper skipped.
       name: A tuple with one element, the name of the transformation.
-      names: The names of the groups in order.
+      names: The names of the groups, in the order of the columns.
       last: A dict that maps statistics to their most recent values, float32[] or, with a scope,
         float32[groups]. Values are -inf for groups without leaves, because NaN means that a group
         is non-finite or that the step was skipped.
-      ring: float32[window] or float32[window, groups], or float32[window, statistics, ...] if there
-        are several statistics, sorted by name. Step n is in row `n % window`.
+      ring: float32[window, ...]. The other axes are the statistics, sorted by name, if there are
+        several, and the groups if there is a scope. Step n is in row `n % window`.
     """
 
     NEEDS_OPTIMIZER = True
@@ -90,7 +90,7 @@ def record(
     often precede loss spikes.
 
     Inside a skip wrapper, the statistics of skipped steps are NaN. To see the norms of these steps,
-    put the record before the wrapper. Nothing is sent to the host until you call `history`.
+    place `record` before the wrapper. Nothing is sent to the host until you call `history`.
     `metrics` and `scalars` return the statistics of the most recent step.
 
       statistic     | value for a group                                 | if non-finite
@@ -99,7 +99,7 @@ def record(
       max           | the largest absolute value of an element          | inf or NaN
       mean_abs      | the mean absolute value                           | inf or NaN
       zero_fraction | the fraction of elements that are 0               | that fraction
-      share         | the fraction of the squared L2 norm of all groups | NaN for all groups
+      share         | its fraction of the total squared L2 norm         | NaN for all groups
       param_norm    | the norm of its params                            | not affected
       ratio         | norm / param_norm, or inf if only param_norm is 0 | inf or NaN
       cosine_param  | cosine similarity to its params, 0 if a norm is 0 | NaN
@@ -111,8 +111,8 @@ def record(
 
     Args:
       window: The number of steps to keep.
-      scope: The grouping of elements from `optaxclip.scopes`, for example leaves, layers of stacked
-        leaves, experts, or labeled groups. If None, the whole tree is one group. For the scopes
+      scope: A scope from `optaxclip.scopes`, which defines the groups, for example leaves, layers
+        of stacked leaves, experts, or labels. If None, the whole tree is one group. For the scopes
         `axes` and `unit`, the largest value of each leaf is recorded.
       stats: The names of one or more statistics in the table.
       loss: If True, records the loss instead of statistics. Pass the loss to `update` as `value=`
@@ -204,7 +204,7 @@ def _check_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
     for stat in given:
         if stat not in STATISTICS:
             hint = did_you_mean(stat, STATISTICS)
-            raise ValueError(f"stats must be from {list(STATISTICS)}, got {stat!r}{hint}")
+            raise ValueError(f"stats must be one or more of {list(STATISTICS)}, got {stat!r}{hint}")
     if not given or len(set(given)) < len(given):
         raise ValueError(
             f"stats must be one or more distinct names from {list(STATISTICS)}, got {stats!r}"
@@ -240,12 +240,12 @@ def _append_row(
 
 @dataclasses.dataclass(eq=False)
 class StatisticInputs:
-    """The norms and products that statistics use, each computed at most once."""
+    """Caches the norms and inner products that the statistics need."""
 
     leaves: list[Any]
     weights: list[Any]
     plan: Plan
-    weights_plan: Plan  # The plan with the placement of the params.
+    weights_plan: Plan  # Like `plan`, but with the sharding of the params.
     norm: Norm
     with_cosines: bool
     measured: dict[tuple[str, Norm], Array] = dataclasses.field(default_factory=dict)
@@ -270,7 +270,7 @@ class StatisticInputs:
         return self.measured["weights", norm]
 
     def zero_fractions(self) -> Array:
-        """Returns the fractions of zeros, f32[groups], which are 0 for groups without elements."""
+        """Returns each group's fraction of zeros, f32[groups], or 0 for groups without elements."""
         not_zero = self.grad_norms(NOT_ZERO)  # f32[groups]
         return jnp.asarray(with_entries(self.leaves, self.plan), not_zero.dtype) - not_zero
 
@@ -278,7 +278,7 @@ class StatisticInputs:
         """Returns each group's fraction of the tree's squared norm, f32[groups]."""
         norm, present = self.grad_norms(norms.l2), self.plan.has_leaves()
         known = jnp.where(present, norm, 0)  # f32[groups]
-        # Squares of norms that are not divided by the largest norm could overflow.
+        # Divide by the largest norm first, because the squares could overflow.
         squares = jnp.square(divide_no_nan(known, jnp.max(known, initial=0), 0.0))
         return jnp.where(present, divide_no_nan(squares, jnp.sum(squares), 0.0), norm)
 
@@ -292,7 +292,7 @@ class StatisticInputs:
     @functools.cached_property
     def products(self) -> InnerProducts:
         """The inner products and cosines of gradients and params."""
-        # The products need both trees, so the pass is only local if neither is sharded.
+        # The products need both trees, so the pass is local only if neither is sharded.
         placement = self.plan.placement
         is_unsharded = placement.is_unsharded and self.weights_plan.placement.is_unsharded
         placement = dataclasses.replace(placement, is_unsharded=is_unsharded)
@@ -334,14 +334,14 @@ STATISTICS: dict[str, GroupStatistic] = {
 def compute_statistics(
     flat: FlatTree, params: PyTree | None, plan: Plan, names: tuple[str, ...], options: Options
 ) -> dict[str, Array]:
-    """Computes the named statistics, with one number per group or one for the tree."""
+    """Computes the named statistics, with one number per group or one for the whole tree."""
     weights, weights_plan = [], plan
     needing = [name for name in names if STATISTICS[name].needs_params]
     if needing:
         if params is None:
             raise ValueError(
-                f"{options.name}: params is required for the statistics {needing}; "
-                "use update(updates, state, params)"
+                f"{options.name}: params are required for the statistics {needing}; "
+                "call update(updates, state, params)"
             )
         weights, weights_plan = get_param_leaves(flat, params, plan, options)
     static = {"plan": plan, "weights_plan": weights_plan, "names": names, "norm": options.norm}
@@ -364,7 +364,7 @@ def _compute_statistics(
 
 
 def _reduce_to_names(packed: Array, plan: Plan) -> Array:
-    """Returns one value per name, the largest one if a leaf has many groups."""
+    """Returns one value per name, which is the largest one if a leaf has several groups."""
     if plan.grouping.layout != "dict":
         return packed
     # f32[groups] -> f32[names]

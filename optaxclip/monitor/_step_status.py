@@ -62,7 +62,7 @@ def step_was_applied(opt_state: PyTree) -> Array:
     flags = list(_flags(opt_state))
     if not flags:
         raise ValueError(
-            "opt_state of monitor.step_was_applied must contain a skip wrapper, got "
+            "monitor.step_was_applied: opt_state must contain a skip wrapper, got "
             f"{describe_tree(opt_state)}; wrap the optimizer in skip_nonfinite or skip_above"
         )
     return functools.reduce(jnp.logical_and, flags)
@@ -136,8 +136,8 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
         raise names_lost_error(f"the states of {nameless}")
     if not found:
         raise ValueError(
-            "opt_state must contain a skip wrapper or a stage that clips each leaf; "
-            "wrap the optimizer in skip_nonfinite, or insert clip_by_norm(math.inf) into the chain"
+            "opt_state contains neither a skip wrapper nor a stage that clips each leaf; wrap the "
+            "optimizer in skip_nonfinite, or insert clip_by_norm(math.inf) into the chain"
         )
     bad: dict[str, None] = {}
     arrays = fetch_to_host([array for _, array in found], "bad_leaves")
@@ -193,9 +193,7 @@ def step_status(opt_state: PyTree, roll_back_after: int = 10) -> StepStatus:
     roll_back_after = check_int(roll_back_after, 1, "roll_back_after")
     skips = find(opt_state, SkipState).values()
     if not skips:
-        raise ValueError(
-            "opt_state must contain a skip wrapper, got none; wrap the optimizer in skip_nonfinite"
-        )
+        raise ValueError("opt_state contains no skip wrapper; wrap the optimizer in skip_nonfinite")
     numbers = []
     for state in skips:
         infos = [state.info, state.loss.info] if state.loss else [state.info]
@@ -246,13 +244,13 @@ def loss_scale(opt_state: PyTree) -> Array:
         if any(isinstance(x, LossScaleState) for x in inside):
             # The wrapper does not pass an overflowed gradient on, or adds it to a sum.
             raise ValueError(
-                f"scale_loss must not be inside another wrapper, got {type(node).__name__}; use "
-                "scale_loss(optax.MultiSteps(optimizer, k).gradient_transformation())"
+                f"scale_loss must not be inside another wrapper, but is in {type(node).__name__}; "
+                "use scale_loss(optax.MultiSteps(optimizer, k).gradient_transformation())"
             )
     found = [state for _, state in iter_states(opt_state, (LossScaleState,))]
     if len(found) != 1:
         raise ValueError(
-            "opt_state of monitor.loss_scale must contain exactly one scale_loss state, got "
-            f"{len(found)} in {describe_tree(opt_state)}; wrap the optimizer in scale_loss"
+            "monitor.loss_scale: opt_state must contain exactly one scale_loss state, but there "
+            f"are {len(found)} in {describe_tree(opt_state)}; wrap the optimizer in scale_loss"
         )
     return round_to_pow2(put_on_device(unbox(found[0].loss_scale)))

@@ -417,7 +417,7 @@ def counts_until(found: Mapping[str, LogRecord], since: PyTree | None) -> Counts
     if shapes != before:
         raise ValueError(
             "since must be an earlier state of the same optimizer or its monitor.counts, with "
-            f"counts of shapes {shapes}, got {before}"
+            f"counts of the shapes {shapes}, got the shapes {before}"
         )
     return earlier
 
@@ -434,8 +434,8 @@ def _parse_since(since: PyTree) -> Counts:
     """Returns the counts from `since`, which is a state or the result of `counts`."""
     if any(map(is_deleted, jax.tree.leaves(since))):
         raise ValueError(
-            "since must not contain donated arrays, got arrays that were donated to a later step; "
-            "use monitor.counts(opt_state) before that step"
+            "since contains arrays that were donated to a later step; call "
+            "monitor.counts(opt_state) before that step and pass the result"
         )
     are_counts = isinstance(since, Mapping) and all(
         isinstance(each, Mapping) and set(each) <= {*COUNTS} for each in since.values()

@@ -208,8 +208,8 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
     if key is None:
         if is_needed:
             raise ValueError(
-                "key must be a JAX PRNG key or an int seed, got None; pass a key, or "
-                "noise_multiplier=0 (in optax.inject_hyperparams with "
+                "key is required for noise; pass a JAX PRNG key or an int seed, or pass "
+                "noise_multiplier=0 (under optax.inject_hyperparams, add "
                 'static_args=("noise_multiplier",))'
             )
         return None
@@ -223,14 +223,14 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
             result, rest = jax.random.fold_in(result, np.uint32(rest & 0xFFFFFFFF)), rest >> 32
         return result if int(key) >= 0 else jax.random.fold_in(result, 0)
     if not is_key(key):
-        raise TypeError(f"key must be one JAX PRNG key or an int seed, got {key!r}")
+        raise TypeError(f"key must be a single JAX PRNG key or an int seed, got {key!r}")
     return jnp.asarray(key)
 
 
 _HINT = (
     "pass per-example gradients, as from jax.vmap(jax.grad(loss_fn), (None, 0)). optax.MultiSteps "
-    "cannot wrap per_example_clip_and_aggregate because it passes a mean. For microbatches, use "
-    "per_example.clipped_grad(microbatch_size=) and per_example.noisy_mean"
+    "cannot wrap per_example_clip_and_aggregate because it passes the mean gradient. For "
+    "microbatches, use per_example.clipped_grad with microbatch_size and per_example.noisy_mean"
 )
 
 
@@ -245,8 +245,8 @@ def _check_example_axis(flat: FlatTree, params: PyTree | None) -> None:
         shape = np.shape(flat.leaves[i])
         if shapes.get(flat.paths[i]) == shape:
             raise ValueError(
-                "updates must have a leading example axis, but leaf "
-                f"{leaf_name(flat.paths[i])!r} has the shape {shape} of its parameter; {_HINT}"
+                f"updates must have a leading example axis, but leaf {leaf_name(flat.paths[i])!r} "
+                f"has the same shape as its parameter, {shape}; {_HINT}"
             )
 
 
@@ -256,9 +256,9 @@ def _check_sums_replicated(flat: FlatTree) -> None:
     axes = meshes.tree_varying_axes(leaves) if meshes.has_vma_tracking() else manual
     if axes:
         raise ValueError(
-            f"updates must be equal on all devices, got sums that differ along {sorted(axes)} but "
-            "would share their noise; use clipped_grad or clip_sum, jax.lax.psum(result.grads, "
-            "...), and per_example.noisy_mean, or call this stage under jit"
+            "updates must be the same on all devices because their noise is the same, but may "
+            f"differ along {sorted(axes)}; use clipped_grad or clip_sum, jax.lax.psum("
+            "result.grads, ...), and per_example.noisy_mean, or call this stage under jit"
         )
 
 

@@ -93,7 +93,7 @@ def _check_number(threshold: Any, argument: str) -> Any:
     if callable(threshold) or isinstance(threshold, QuantileThreshold):
         raise TypeError(
             f"{argument} must be a number or scalar array, got {short_repr(threshold)}; pass the "
-            "threshold of this step, or use per_example_clip_and_aggregate"
+            "threshold for this step, or use per_example_clip_and_aggregate"
         )
     return check_threshold_value(threshold, argument, by_name=True)
 
@@ -261,9 +261,9 @@ def padding_flags(is_padding: ArrayLike | None, examples: int) -> Array:
     """Checks and returns the flags of padding, bool `[examples]`."""
     flags = jnp.zeros(examples, bool) if is_padding is None else jnp.asarray(is_padding)
     if flags.dtype != jnp.bool_:
-        raise TypeError(f"is_padding must be bool, got dtype {flags.dtype}")
+        raise TypeError(f"is_padding must have dtype bool, got dtype {flags.dtype}")
     if flags.shape != (examples,):
-        raise ValueError(f"is_padding must have shape {(examples,)}, got {flags.shape}")
+        raise ValueError(f"is_padding must have shape {(examples,)}, got shape {flags.shape}")
     return flags
 
 
@@ -278,9 +278,9 @@ def _flatten_as_float(grads: PyTree) -> FlatTree:
 
 
 _HINT = (
-    'use specs=PartitionSpec("axis") if devices along an axis have whole gradients of different '
-    "examples, specs=PartitionSpec() if all devices have the same gradients, or jit on an explicit "
-    "mesh (jax.make_mesh)"
+    'pass specs=PartitionSpec("axis") if the examples are sharded along an axis, pass '
+    "specs=PartitionSpec() if the gradients are replicated, or use jit on an explicit mesh "
+    "(jax.make_mesh)"
 )
 
 

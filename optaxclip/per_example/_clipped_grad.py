@@ -72,10 +72,10 @@ class ClippedGrad:
 
         Args:
           relation: The relation between neighboring data sets, as a name or a member of
-            `dp_accounting.NeighboringRelation`. One data set lacks an example
-            ("add_or_remove_one"), has a blank example ("replace_special"), or has a different
-            example ("replace_one"), which doubles the change.
-          params: The parameters. They are required if `threshold` is a dict because several groups
+            `dp_accounting.NeighboringRelation`. An example of one data set is missing from the
+            other ("add_or_remove_one"), or is replaced by a blank example ("replace_special") or by
+            a different example ("replace_one"), which doubles the sensitivity.
+          params: The parameters. They are required if `threshold` is a dict, because several groups
             can share a name.
 
         Raises:
@@ -85,7 +85,7 @@ class ClippedGrad:
         bound: Any = self.clip.threshold
         if isinstance(bound, Mapping):
             if params is None:
-                raise ValueError("params is required when threshold is a dict; pass params=...")
+                raise ValueError("params are required if threshold is a dict; pass the parameters")
             bound = self.clip.compute_thresholds(self._get_clipped_tree(flatten_params(params)))[2]
         return change * bound
 
@@ -102,7 +102,7 @@ _TRANSFORMED = "the result of pre_clipping_transform"
 
 
 @validate_call(
-    replacements={"num_microbatches": "microbatch_size=, the number of examples in a microbatch"}
+    replacements={"num_microbatches": "microbatch_size, the number of examples in a microbatch"}
 )
 def clipped_grad(
     loss_fn: Callable[..., Any],
@@ -126,8 +126,8 @@ def clipped_grad(
     through a closure or keyword argument, the effect of a single example on the sum is unbounded.
 
     At most `microbatch_size` per-example gradients are in memory at a time. Microbatches are
-    processed in a `scan`, and the last one may be smaller. They are strided over the batch, so each
-    device has part of every microbatch. Norms, losses, and aux are in the order of the batch.
+    processed in a `scan`, and the last one may be smaller. Their examples are spread over the
+    batch, so each device has part of every microbatch. Norms, losses, and aux are in batch order.
 
     Under `jit`, the sum covers the whole batch even if it is sharded, which requires all-reduces in
     each microbatch. Inside `shard_map`, the results cover only the local shard. Apply `psum` to the
@@ -140,36 +140,36 @@ def clipped_grad(
       threshold: The maximum L2 norm of an example's contribution, as in `clip_sum`.
       argnums: The positions of the arguments to differentiate, as in `jax.grad`. The gradients of
         integer leaves are `float0` zeros.
-      batch_argnums: The positions of the arguments with a leading example axis, which can be
-        pytrees of arrays or keys. Defaults to all arguments except `argnums`.
+      batch_argnums: The positions of the arguments with a leading example axis. These arguments
+        can be pytrees of arrays or keys. Defaults to all arguments except `argnums`.
       has_aux: If True, `loss_fn` returns `(loss, aux)`.
       microbatch_size: The number of examples in a microbatch. Defaults to all examples, or to an
         automatic size if `method` is "ghost".
-      scope: The elements of an example that share a norm, as in `clip_sum`. Defaults to all.
+      scope: The elements of a gradient that share a norm, as in `clip_sum`. Defaults to all.
       response: The response to a norm above its threshold, as in `clip_sum`.
       split: How to divide the threshold between the groups, as in `clip_sum`.
-      pre_clipping_transform: A function that maps an example's gradient to any tree, which is
-        clipped and summed instead. It requires `method="vmap"`.
-      method: If "vmap" (the default), computes per-example gradients. If "ghost", computes norms
-        and the sum without these gradients, like `grad_norms`, which is much faster if an example's
-        gradient is larger than its activations. It supports only scopes of whole leaves. Its norms
-        are upper bounds, so examples may be clipped slightly below the threshold, or far below it
-        if the contributions of their tokens or pixels nearly cancel (to a thousandth).
-      specs: The specs of the parameters, for `pmap` and `shard_map(check_vma=False)`. They must be
-        `PartitionSpec()` because sharded parameters are rejected.
+      pre_clipping_transform: A function that maps an example's gradient to any pytree, which is
+        clipped and summed in its place. It requires `method="vmap"`.
+      method: If "vmap" (the default), computes per-example gradients. If "ghost", computes the
+        norms and the sum without these gradients, like `grad_norms`, which is much faster if an
+        example's gradient is larger than its activations. It supports only scopes of whole leaves.
+        Its norms are upper bounds, so examples may be clipped slightly below the threshold, or far
+        below it if the contributions of their tokens or pixels cancel to about a thousandth.
+      specs: The partition specs of the parameters, for `pmap` and `shard_map(check_vma=False)`.
+        They must be `PartitionSpec()`, because sharded parameters are not supported.
 
     Returns:
-      A `ClippedGrad`, which is a function `(*args, is_padding=None, **keywords) ->
-      PerExampleResult` of the arguments of `loss_fn`. `is_padding` is bool `[examples]`. Keyword
-      arguments are shared by all examples. If you use microbatches, call the function inside
-      `jax.jit`. Otherwise, every call recompiles the loop.
+      A `ClippedGrad`, a function with the arguments of `loss_fn` and an optional `is_padding`, bool
+      `[examples]`, that returns a `PerExampleResult`. Keyword arguments are shared by all examples.
+      If you use microbatches, call the function inside `jax.jit`. Otherwise, every call recompiles
+      the loop.
 
     Raises:
       ValueError: If an argument is out of range. Also raised by the returned function if the
-        arguments do not have the same number of examples, if positions are invalid, if the loss is
-        not a scalar, or if parameters may be sharded or the loss sums over devices.
+        arguments do not have the same number of examples, if `argnums` or `batch_argnums` is
+        invalid, if the loss is not a scalar or sums over devices, or if parameters may be sharded.
       TypeError: If an argument has the wrong type. Also raised by the returned function if a Flax
-        NNX or Equinox model contains more than parameters (see `docs/recipes/modules.md`).
+        NNX or Equinox model contains other values than parameters (see `docs/recipes/modules.md`).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -220,7 +220,7 @@ def _clip_microbatch(
             is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
             leaves = flatten(grad_fn.transform(gradient), _TRANSFORMED).inexact_leaves()
             if is_mixing and is_padding.size > 1:
-                # A transform could replace NaN, which would hide that an example may have made all
+                # A transform could replace NaN, and thus hide that an example may have made all
                 # gradients of the microbatch non-finite.
                 is_known = functools.reduce(jnp.logical_and, is_finite, jnp.ones((), bool))
                 leaves = [jnp.where(is_known, leaf, jnp.nan) for leaf in leaves]

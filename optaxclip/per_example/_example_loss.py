@@ -30,8 +30,8 @@ from optaxclip._loss_arguments import (
 from optaxclip.per_example._batched_clip import ClippedSums, sum_dtype
 
 _HINT = (
-    "use specs=PartitionSpec() if parameters are replicated but types do not show this, or clip "
-    "under jit on an explicit mesh (jax.make_mesh)"
+    "pass specs=PartitionSpec() if the parameters are replicated but their types do not show it, "
+    "or clip under jit on an explicit mesh (jax.make_mesh)"
 )
 
 _SCALAR_LOSS = "the loss of one example, which has no example axis"
@@ -81,7 +81,7 @@ class ExampleLoss:
         collectives = meshes.manual_axes() and meshes.collective_primitives(program)
         if collectives:
             raise ValueError(
-                "loss_fn must depend on only one example, but communicates across devices with "
+                "loss_fn must depend on a single example, but it communicates across devices with "
                 f"{', '.join(sorted(collectives))}; set axis_name=None in BatchNorm layers"
             )
         # The inputs are the parameters, followed by the example.
@@ -101,9 +101,9 @@ def _warn_of_batch_statistics(aux: PyTree) -> None:
         name = jax.tree_util.keystr(path)
         if is_nnx_statistic(leaf) or re.search("batch_stats|batch_norm.*_ema", name):
             warn(
-                f"loss_fn returns running statistics of a BatchNorm, {name}. The output for a "
-                "single example is its bias, so the model would learn a constant. Use GroupNorm or "
-                "LayerNorm, or keep the statistics fixed (use_running_average=True)"
+                f"loss_fn returns running statistics of a BatchNorm layer, {name}. For a single "
+                "example, this layer outputs its bias, so the model would learn a constant. Use "
+                "GroupNorm or LayerNorm, or freeze the statistics with use_running_average=True"
             )
             return
 
@@ -141,9 +141,8 @@ def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
             kinds = {"key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
             kind = kinds.get(key_dtype, "lax.rng_bit_generator")
             raise ValueError(
-                "PRNG keys of examples must generate independent bits under vmap, got "
-                f"{kind!r}, which derives all bits from the first key; use "
-                "jax.random.key(seed, impl='threefry2x32')"
+                f"per-example PRNG keys must generate independent bits under vmap, but {kind!r} "
+                "derives all bits from the first key; use jax.random.key(seed, impl='threefry2x32')"
             )
         outputs = [True] * len(eqn.outvars)
         for inner in _inner_programs(eqn):

@@ -40,8 +40,8 @@ def check_scope(grouping: Grouping, one: FlatTree) -> None:
     for name, leaf, axes in zip(one.names(), one.inexact_leaves(), grouping.axes, strict=True):
         if len(axes) < len(jnp.shape(leaf)):
             raise ValueError(
-                'scope must have one norm per leaf with method="ghost", got several norms for '
-                f'{name}; use scopes.tree(), scopes.leaf(), or scopes.group(), or method="vmap"'
+                f'scope must not split leaves with method="ghost", but it splits leaf {name!r}; '
+                'use scopes.tree(), scopes.leaf(), or scopes.group(), or pass method="vmap"'
             )
 
 

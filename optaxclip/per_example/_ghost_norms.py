@@ -25,18 +25,18 @@ from optaxclip.norms import l2
 from optaxclip.per_example._example_loss import scan_examples
 from optaxclip.per_example._ghost_sites import BackpropResult, ParamUse, Sizes
 
-# The approximate number of bytes in a chunk, which fits into the caches of a CPU.
+# The approximate number of bytes in a chunk. On a CPU, it is chosen to fit into the caches.
 CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
-# The maximum number of positions for which rows are summed by a product with zeros and ones.
+# The maximum number of positions for which a one-hot matrix is used to sum rows.
 MAX_ONE_HOT_POSITIONS = 128
 
 NormMethod = Literal[
-    "vectors",  # The product of two norms, for a single position.
+    "vectors",  # The product of the two norms, if there is a single position.
     "gram",  # Gram matrices of data and cotangents.
-    "direct",  # Gradients that are cheaper than Gram matrices.
+    "direct",  # Gradients, if they are cheaper than Gram matrices.
     "chunks",  # Gradients of a chunk of examples at a time.
     "rows",  # Sums of the rows of an embedding table.
-    "tied",  # Gram matrices and rows, for a table that is also a factor of products.
+    "tied",  # Gram matrices and rows, for an embedding table that is also used in products.
 ]
 
 
@@ -44,7 +44,7 @@ class Estimate(NamedTuple):
     """Norms `[examples]` with bounds on their errors."""
 
     norm: Array
-    cancellation_error: Array  # The root of the rounding error of the squared norm.
+    cancellation_error: Array  # The square root of the rounding error of the squared norm.
     error: Array  # A bound on the remaining errors of the norm.
     # Upper bounds on sums over positions, for products and convolutions.
     total: Array  # The sum of |x| |d|, which bounds the norm.
@@ -66,14 +66,14 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NormTerm:
-    """Uses of the same elements of a parameter, with the method for their norm."""
+    """All uses of the same elements of a parameter, and the method that computes their norm."""
 
     method: NormMethod
     uses: tuple[tuple[ParamUse, bool], ...]  # True if data and cotangents are swapped.
     sizes: Sizes  # The sizes in the common form, with the positions of all uses.
 
     def estimate(self, backward: BackpropResult, dtype: Any, *, exact: bool = False) -> Estimate:
-        """Estimates the norms. If `exact`, uses gradients, which lose no digits."""
+        """Estimates the norms. If `exact`, computes the gradients, which avoids cancellation."""
         methods = {"vectors": self._estimate_vectors, "rows": self._estimate_rows}
         methods |= {"gram": self._estimate_gram, "tied": self._estimate_gram}
         compute = self._estimate_gradients
@@ -99,7 +99,7 @@ class NormTerm:
         return map_chunks(estimate_chunk, operands, self.bytes_of(exact, jnp.dtype(dtype).itemsize))
 
     def max_moduli(self, backward: BackpropResult) -> Array:
-        """Returns the maximum absolute data and cotangents, `[2, examples]`, which may be NaN."""
+        """Returns the largest absolute values of data and cotangents, `[2, examples]`, or NaN."""
         maxima = []
         for use, _ in self.uses:
             for v in use.operands(backward):
@@ -109,7 +109,7 @@ class NormTerm:
         return jnp.stack([functools.reduce(jnp.maximum, maxima[k::2]) for k in (0, 1)])
 
     def rounding_error(self, backward: BackpropResult, dtype: Any) -> Array:
-        """Bounds the error of the gradients, which are sums over positions, `[examples]`."""
+        """Bounds the rounding errors of gradients that are summed over positions, `[examples]`."""
         by_group, unit = jnp.zeros((), dtype), 0.0
         for use, _ in self.uses:
             x, d = use.operands(backward)
@@ -121,7 +121,7 @@ class NormTerm:
                     # [..., channels] -> [..., groups]
                     return bound_norms(x.reshape(*x.shape[:-1], groups, -1), (x.ndim,), dtype)
 
-                # The norms of pixels are copied into patches, instead of the pixels.
+                # Copy the norms of pixels into patches instead of the pixels themselves.
                 x, d = sites.pairs_of_convolution(use, x, d, bound_pixels)
             else:
                 x, d = sites.to_matmul_form(use, x, d)
@@ -132,7 +132,7 @@ class NormTerm:
         return jnp.minimum(error, total)
 
     def _bound_error(self, by_group: Array, additions: int, unit: float) -> tuple[Array, Array]:
-        """Returns the error of a sum over positions, and `A`, from sums of `|x| |d|`, `[B, G]`."""
+        """Bounds the error and norm of a sum over positions, given sums of `|x| |d|`, `[B, G]`."""
         groups, positions, inputs, outputs = self.sizes
         slack = 1 + rounding_bounds.relative_error(positions + 2, unit)
         total = bound_norms(by_group, (1,), by_group.dtype) * slack  # [B, G] -> [B]
@@ -243,11 +243,11 @@ def _compute_table_terms(
     x: Array, d: Array, cotangent_norms: Array, table: tuple[Array, Array], unit: float
 ) -> tuple[Array, Array, Array]:
     """Returns terms of a table for norms, `[B, 1]`, squared norms, `[B]`, and their errors."""
-    # Data `x` and cotangents `d` belong to the products of the same table.
+    # `x` and `d` are the data and cotangents of the products that use the same table.
     (ids, rows), dtype = table, cotangent_norms.dtype  # i32[B, 1, S], [B, 1, S, N]
     row_norms = bound_norms(rows, (3,), dtype)  # [B, 1, S]
     summed, by_row = _sum_by_row(ids, rows, dtype)  # [B, 1, S, N], [B, 1, S]
-    # The data of the products at the rows of the table, [B, 1, T, S].
+    # The elements of `x` at the rows of the table, [B, 1, T, S].
     row_data = jnp.take_along_axis(x, jnp.minimum(ids, x.shape[-1] - 1)[:, :, None, :], -1)
     row_data = row_data.astype(dtype)
     cross = row_data * einsum("bgsn,bgtn->bgst", d, rows, dtype)
@@ -261,22 +261,22 @@ def _compute_table_terms(
 
 
 def _sum_rows_first(arrays: list[Array]) -> list[Array]:
-    """Sums `[B, G, S, T]` to `[B]` in two steps with few additions per term."""
-    # Without the barrier, XLA computes a single sum with any order of additions.
+    """Sums `[B, G, S, T]` to `[B]` in two steps, so that each term is in few additions."""
+    # Without the barrier, XLA fuses both steps into a single sum with any order of additions.
     rows = lax.optimization_barrier([jnp.sum(x, -1) for x in arrays])  # [B, G, S]
     return [jnp.sum(x, (1, 2)) for x in rows]
 
 
 def _compute_gram(x: Array, pieces: int, dtype: Any, is_sliced: bool = False) -> Array:
-    """Computes the inner products `[B, G, T, T]` of all positions of `[B, G, T, K]`."""
+    """Computes the inner products `[B, G, T, T]` of all pairs of positions of `[B, G, T, K]`."""
     if is_sliced:
         # The data of loops have the layout [G, B, ...] in memory. Otherwise, XLA would transpose
         # them (as of JAX 0.10.2).
         return jnp.swapaxes(_compute_gram(jnp.swapaxes(x, 0, 1), pieces, dtype), 0, 1)
     if pieces == 1:
         return einsum("bgtk,bgsk->bgts", x, x, dtype)
-    # Pieces are used as additional examples because XLA would transpose both factors for a separate
-    # axis (as of JAX 0.10.2).
+    # Fold the pieces into the example axis, because XLA would transpose both factors if the pieces
+    # had a separate axis (as of JAX 0.10.2).
     # [B, G, T, K] -> [pieces, B, G, T, K / pieces]
     x = jnp.moveaxis(x.reshape(*x.shape[:-1], pieces, -1), -2, 0)
     flat = x.reshape(-1, *x.shape[2:])  # [pieces * B, G, T, K / pieces]
@@ -329,7 +329,7 @@ def _split_forms(forms: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _join_forms(forms: list[Any]) -> tuple[Array, Array]:
-    """Concatenates data and cotangents of uses along the positions, in the widest dtypes."""
+    """Concatenates data and cotangents of uses along the positions, in their widest dtypes."""
     if len(forms) == 1:
         return forms[0][1:]
     joined = []
@@ -341,7 +341,7 @@ def _join_forms(forms: list[Any]) -> tuple[Array, Array]:
 
 def _sum_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
     """Sums cotangents `[B, G, T, N]` with equal row indices `[B, G, T]`, and their norms."""
-    # The sums `[B, G, T, N]` and `[B, G, T]` are at one of the positions of their row.
+    # Each sum is stored at one position of `[B, G, T]`, and the remaining positions are 0.
     norms = bound_norms(d, (3,), dtype)  # [B, G, T]
     if ids.shape[-1] <= MAX_ONE_HOT_POSITIONS:
         is_same = ids[..., :, None] == ids[..., None, :]  # bool[B, G, T, T]
@@ -362,10 +362,10 @@ def _sum_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def bound_norms(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
-    """Returns upper bounds on norms over some axes, for the whole range of the dtype."""
+    """Returns upper bounds on the norms over `axes`, without overflow or underflow."""
     if dtype == jnp.float64:
         x = x.astype(dtype)
-    # The remaining axes form one array of groups.
+    # Each index into the remaining axes is a group.
     kept = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
     grouping = Grouping((Group(("norms",), (0,), kept),), (axes,), "scalar")
     plan = Plan(grouping, LeafShardings.unsharded([x]))
@@ -373,7 +373,7 @@ def bound_norms(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
 
 
 def map_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:
-    """Computes `fn(operands)` in chunks of examples, which require about `size` bytes each."""
+    """Computes `fn(operands)` in chunks. Each example requires about `size` bytes."""
     examples = jax.tree.leaves(operands)[0].shape[0]
     if static_size_or_none(examples) is None or examples * size <= CHUNK:
         return fn(operands)

@@ -61,7 +61,7 @@ class GradNorms:
 
 
 @validate_call(
-    replacements={"num_microbatches": "microbatch_size=, the number of examples in a microbatch"}
+    replacements={"num_microbatches": "microbatch_size, the number of examples in a microbatch"}
 )
 def grad_norms(
     loss_fn: Callable[..., Any],

@@ -79,7 +79,7 @@ def noisy_mean(
     """
     if not isinstance(result, PerExampleResult):
         raise TypeError(
-            "result must be the PerExampleResult of clipped_grad or clip_sum, got "
+            "result must be a PerExampleResult from clipped_grad or clip_sum, got "
             f"{short_repr(result)}"
         )
     noise_multiplier = check_minimum(noise_multiplier, 0, "noise_multiplier")
@@ -91,13 +91,13 @@ def noisy_mean(
     if not is_zero(noise_multiplier):
         if result.bound is None:
             raise ValueError(
-                "result.bound is required for noise; use the result of clipped_grad or clip_sum"
+                "result.bound is required for noise; pass the result of clipped_grad or clip_sum"
             )
         factors = {"noise_multiplier": noise_multiplier, "result.bound": result.bound}
         for argument, number in factors.items():
             # Noise can only hide bounded contributions.
             if not isinstance(number, Tracer) and np.isinf(number):
-                raise ValueError(f"{argument} must be finite for noise, got {number}")
+                raise ValueError(f"{argument} must be finite to add noise, got {number}")
         bound = jnp.asarray(result.bound)
         std = cast_to_float32(noise_multiplier).astype(bound.dtype) * (change * bound)  # f32[]
         leaves = add_noise(leaves, flat.names(), _check_key(key, leaves), std)
@@ -109,7 +109,7 @@ def _check_key(key: Any, leaves: list[Array]) -> Array:
     """Checks a key, and that parts of a sum on different devices get different noise."""
     if not is_key(key):
         raise (ValueError if key is None else TypeError)(
-            f"key must be one JAX PRNG key, got {short_repr(key)}; use a new key on every "
+            f"key must be a single JAX PRNG key, got {short_repr(key)}; pass a new key on every "
             "step, or noise_multiplier=0"
         )
     axes = meshes.tree_varying_axes(leaves) - meshes.varying_axes(key)
@@ -117,7 +117,7 @@ def _check_key(key: Any, leaves: list[Array]) -> Array:
         raise ValueError(
             "key must differ between devices with different sums, but is the same along "
             f"{sorted(axes)}; use jax.lax.psum(result.grads, ...), or jax.random.fold_in(key, "
-            "jax.lax.axis_index()) if devices have parts of the sum"
+            "jax.lax.axis_index(...)) if the sum is sharded across devices"
         )
     return jnp.asarray(key)
 
@@ -161,9 +161,9 @@ def _(size: int, is_batched: list[Any], leaves: list[Array], key: Array) -> Any:
     are_leaves_batched, is_key_batched = is_batched
     if size > 1 and any(are_leaves_batched) and not is_key_batched:
         warn(
-            f"key is the same for all {size} elements of a vmap, so their noise cancels in their "
-            "differences. Apply jax.vmap over jax.random.split(key, number) too, and create the "
-            "transformation from these keys"
+            f"key is the same for all {size} elements of a vmap, so the noise cancels in their "
+            "differences. Also map over jax.random.split(key, number), and create the "
+            "transformation from the mapped key"
         )
     return leaves, are_leaves_batched
 
@@ -326,7 +326,7 @@ def adjust_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike)
     is_possible = (sum_noise == 0) | (sum_noise < doubled)
     if not isinstance(is_possible, Tracer) and not is_possible:
         raise ValueError(
-            f"noise_multiplier must be less than 2 * count_noise, got {noise_multiplier!r} and "
+            f"noise_multiplier must be less than 2 * count_noise, got {noise_multiplier!r} with "
             f"count_noise={count_noise!r}; increase count_noise"
         )
     # The minimum denominator avoids 0 / 0 if there is no noise on the count.

@@ -1,9 +1,9 @@
 """Wrappers that skip optimizer steps: `skip_nonfinite` and `skip_above`.
 
 A stage of a chain cannot skip a step, because Adam still decays its moments and weight decay still
-changes the parameters if the updates are zero. A wrapper leaves both unchanged. It runs the wrapped
-optimizer on every step and discards the results of skipped steps, which lets it share a single pass
-over the gradients with the stages of the optimizer.
+changes the parameters even if the updates are zero. A wrapper leaves the moments and the parameters
+unchanged. It runs the wrapped optimizer on every step and discards the results of skipped steps, so
+its norms can be computed in the same pass over the gradients as those of the optimizer's stages.
 """
 
 import math
@@ -56,7 +56,7 @@ CheckedTree = Literal["gradients", "updates"]
 
 @register_state
 class LossState(NamedTuple):
-    """State of the loss threshold. The `norm` in `info` is the loss."""
+    """State of the loss threshold. The field `norm` of `info` contains the loss."""
 
     rule: PyTree
     info: ClipInfo
@@ -68,15 +68,15 @@ class SkipState(NamedTuple):
 
     Attributes:
       rule: The state of the threshold rule.
-      info: The record of the most recent step. `factor` is 0 if it was skipped. `num_clipped` is
-        the number of norms above the threshold, and `num_nonfinite` the number of non-finite norms.
+      info: The record of the most recent step. `factor` is 0 if the step was skipped. `num_clipped`
+        is the number of norms above the threshold, and `num_nonfinite` that of non-finite norms.
       num_skipped: int32[], the number of skipped steps.
       consecutive: int32[], the number of steps skipped in a row, ending with the most recent step.
       leaves: The sorted names of the leaves, which are part of the pytree structure. A leaf that is
         None in `init` is added on the first step that includes it.
-      is_bad_leaf: bool[leaves], True for the leaves that caused the most recent skipped step: the
-        non-finite leaves, otherwise the leaves above the threshold, or otherwise the leaf with the
-        largest norm. False if the loss caused it, or if `known_norm` is used.
+      is_bad_leaf: bool[leaves], True for the leaves that caused the most recent skip: the
+        non-finite leaves if there are any, otherwise the leaves above the threshold, or otherwise
+        the leaf with the largest norm. All False if the loss caused the skip, or with `known_norm`.
       loss: A `LossState`, or `()` if there is no threshold for the loss.
       inner_state: The state of the wrapped optimizer.
     """
@@ -106,14 +106,14 @@ class RuleResult(NamedTuple):
         return self.is_above | self.is_bad
 
     def find_bad_leaves(self, leaf_norms: Array) -> Array:
-        """Returns flags for the leaves that are the reason to skip the step, bool[leaves]."""
+        """Returns flags, bool[leaves], that are True for the leaves that cause a skip."""
         is_above = leaf_norms > self.threshold.astype(leaf_norms.dtype)
         is_largest = leaf_norms == jnp.max(leaf_norms, initial=0)
         is_above = jnp.where(jnp.any(is_above), is_above, is_largest)
         return jnp.where(self.is_bad, ~jnp.isfinite(leaf_norms), is_above & self.is_above)
 
     def update_info(self, info: ClipInfo, skip: Array) -> ClipInfo:
-        """Returns the record after this step."""
+        """Returns `info` updated for this step."""
         new = info._replace(
             norm=saturating_cast(self.number, info.norm.dtype),
             threshold=saturating_cast(self.threshold, info.threshold.dtype),
@@ -143,7 +143,7 @@ def evaluate_rule(
     return RuleResult(number, thresholds.trigger, state, is_above, ~is_finite)
 
 
-# The thresholds are replicated scalars [], and the new state is sharded like the old state.
+# The thresholds are replicated scalars [], and the new state has the sharding of the old state.
 _update_rule_globally = global_view(out_like=lambda _, state, *__: (jax.P(), state))(update_rule)
 
 _WRAP_STATE = (
@@ -162,7 +162,7 @@ def skip_wrapper(
     check: CheckedTree = "gradients",
     accept_nonfinite_at_limit: bool = False,
 ) -> Transformation[SkipState]:
-    """Makes a wrapper that skips steps whose norm or loss exceeds its threshold.
+    """Returns a wrapper that skips steps whose norm or loss exceeds its threshold.
 
     If `accept_nonfinite_at_limit` is True, `max_consecutive` also applies to non-finite steps.
     """
@@ -173,7 +173,7 @@ def skip_wrapper(
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
-        # Eager JAX cannot create zeros like an array in host memory (as of JAX 0.10.2).
+        # In eager mode, zeros_like fails for arrays in host memory (as of JAX 0.10.2).
         inner_state = inner.init(put_on_device(params))
         _check_inner_state(inner_state, name, check)
         leaves = StaticNames(tuple(sorted(flat.names())))
@@ -208,13 +208,13 @@ def skip_wrapper(
         flat = flatten(taken[0], "updates").match_name_style(state.leaves) if taken else incoming
         names, leaf_norms = StaticNames(), jnp.zeros(0)
         if norm is None:
-            # Computing both takes only one pass, because XLA merges identical sums.
+            # Both norms are computed in one pass, because XLA merges identical sums.
             _, norm = _compute_norms(flat, scopes.tree(), options)
             names, leaf_norms = _compute_norms(flat, scopes.leaf(), options)
             leaf_norms = lax.stop_gradient(leaf_norms)
         if check == "updates":
-            # Optimizers such as Lion can return finite updates for an infinite gradient, while the
-            # infinity remains in their state.
+            # Optimizers such as Lion can return finite updates for an infinite gradient, although
+            # their state becomes infinite.
             incoming_names, incoming_norms = _compute_norms(incoming, scopes.leaf(), options)
             is_finite = jnp.isfinite(incoming_norms)
             norm = jnp.where(jnp.all(is_finite), norm, jnp.nan)
@@ -288,7 +288,7 @@ def _check_inner_state(inner_state: PyTree, name: str, check: CheckedTree) -> No
 
 
 def after_skip(inner_state: PyTree, skip: Array) -> PyTree:
-    """Calls the method `after_skip` of inner states that define it."""
+    """Calls the method `after_skip` of the inner states that define it."""
     # States inside `optax.MultiSteps` are unchanged, because its stages do not run on every step.
     return jax.tree.map(
         lambda x: x.after_skip(skip) if hasattr(x, "after_skip") else x,
@@ -317,7 +317,7 @@ def _update_bad_leaves(
     state: SkipState, names: StaticNames, flags: Array, skip: Array
 ) -> tuple[StaticNames, Array]:
     """Returns the leaf names and flags after this step."""
-    # Restore the names if the state has lost them, for example after `optax.tree_map_params`.
+    # Restore the names if the state lacks them, for example after `optax.tree_map_params`.
     lost = not state.leaves and len(names) == len(state.is_bad_leaf)
     known, before = names if lost else state.leaves, state.is_bad_leaf
     # Add leaves that were None in `init`.
@@ -348,19 +348,19 @@ def skip_nonfinite(
     `optaxclip.monitor.bad_leaves` returns the names of the non-finite leaves, and
     `optaxclip.monitor.step_status` indicates whether training should continue.
 
-    Do not use this wrapper inside `optax.MultiSteps`, because a NaN stays in the sum of
-    `MultiSteps` forever (as of Optax 0.2.8). Use
+    Do not use this wrapper inside `optax.MultiSteps`, because a NaN never leaves the accumulated
+    gradients of `MultiSteps` (as of Optax 0.2.8). Use
     `skip_nonfinite(optax.MultiSteps(chain, k).gradient_transformation())` instead.
 
     Args:
       inner: The optimizer to wrap.
-      max_consecutive: The maximum number of consecutive skipped steps. All further steps are
-        applied until a finite step occurs, as in `optax.apply_if_finite`, which makes a diverged
-        run visible. If None, non-finite steps are always skipped.
+      max_consecutive: The maximum number of consecutive skipped steps. After that, all steps are
+        applied until the gradients are finite again, as in `optax.apply_if_finite`, so that a
+        diverged run is noticed. If None, steps with non-finite gradients are always skipped.
       **options: Options that can be used with any transformation. See `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `SkipState`. A skipped step returns zero updates.
+      A transformation with a `SkipState`. On skipped steps, `update` returns zeros.
 
     Raises:
       ValueError: If `max_consecutive` is less than 1.
@@ -415,30 +415,30 @@ def skip_above(
       inner: The optimizer to wrap.
       threshold: The threshold for the norm: a number, a schedule, or a rule from
         `optaxclip.thresholds` (only its trigger is used). Use `math.inf` to check only the loss.
-      max_consecutive: The maximum number of consecutive skipped steps. The next finite step is then
-        applied, so a low threshold cannot stop training forever. Defaults to 20. If None, there is
-        no maximum. Non-finite steps are always skipped.
+      max_consecutive: The maximum number of consecutive skipped steps. The next step with finite
+        values is then applied, so a threshold that is too low cannot stop training permanently.
+        Defaults to 20. If None, there is no maximum. Steps with NaN or infinity are always skipped.
       loss_threshold: The threshold for the loss, which can be negative: a number, a schedule, or
         `thresholds.window`, `zscore`, `percentile`, `median`, or `ema` (their `floor` has no
-        effect). The multiple `k` of a negative average `m` is defined as `m + (k - 1) * abs(m)`.
+        effect). If the average `m` is negative, `k` times the average is `m + (k - 1) * abs(m)`.
       check: "gradients" (the default) to check the incoming gradients, or "updates" to check the
-        updates from `inner`. The norm of the updates of Adam and Muon does not depend on the scale
-        of the gradients. Steps with non-finite gradients are skipped in both cases. If you
-        accumulate gradients, use
+        updates from `inner`. The update norms of Adam and Muon do not depend on the scale of the
+        gradients. Steps with non-finite gradients are skipped in both cases. If you accumulate
+        gradients, use
         `optax.MultiSteps(skip_above(adam, threshold, check="updates"), k)`.
       norm: The norm to compare with `threshold`.
-      known_norm: The name of an extra argument of `update` that contains the norm of the incoming
-        tree, such as "grad_norm". The norm is not computed, and `bad_leaves` cannot identify
-        leaves.
+      known_norm: The name of an extra argument to `update` that contains the norm of the incoming
+        gradients, such as "grad_norm". In that case, the norm is not computed, and `bad_leaves`
+        cannot identify leaves.
       **options: Options that can be used with any transformation. See `optaxclip.ShardingOptions`.
 
     Returns:
-      A transformation with a `SkipState`. A skipped step returns zero updates. If you use
+      A transformation with a `SkipState`. On skipped steps, `update` returns zeros. If you use
       `loss_threshold`, pass the loss to `update` as `value=`, as in Optax, or as `loss=`, which
       takes precedence. It must be a scalar with the same value on all devices. Steps with a
       non-finite loss are skipped, and that loss is never recorded. All extra arguments are passed
-      to `inner`. Inside `optax.MultiSteps`, which only passes the loss of the last microbatch, the
-      wrapper checks the mean gradients and requires one of the NaN safeguards described in
+      to `inner`. Inside `optax.MultiSteps`, the wrapper checks the mean gradients, but only the
+      loss of the last microbatch. It also requires one of the NaN safeguards described in
       `docs/recipes/wrappers.md`.
 
     Raises:

@@ -315,7 +315,7 @@ def test_microbatch_size_must_divide_device_batch():
     run = jax.shard_map(
         made(size=3), mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=(P(), P(), P())
     )
-    with pytest.raises(ValueError, match="must divide the batch size of a device, got 3 for 8"):
+    with pytest.raises(ValueError, match="must divide the per-device batch size, got 3 for 8"):
         run(*task("plain"))
 
 
@@ -329,7 +329,9 @@ def test_accumulate_raises_for_unknown_batch_sharding(options):
         out_specs=(P(), P(), P()),
         check_vma=False,
     )
-    with pytest.raises(ValueError, match=r"axis_name must be set .*, got None .* axes \['d'\]"):
+    with pytest.raises(
+        ValueError, match=r"axis_name is required .*; pass those of the axes \['d'\]"
+    ):
         run(*task("plain"))
 
 

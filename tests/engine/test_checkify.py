@@ -40,7 +40,7 @@ def test_checkify_reports_nonfinite_example(method, way):
     grads = jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [0.1, 0.2]])
     error, clipped = run(grads)
     with pytest.raises(
-        checkify.JaxRuntimeError, match="norm must be finite, got NaN or infinity in the leaves w"
+        checkify.JaxRuntimeError, match="the gradient norm is NaN or infinite for the leaves w"
     ):
         error.throw()
     np.testing.assert_array_equal(np.isnan(clipped), [[False] * 2, [True] * 2, [False] * 2])

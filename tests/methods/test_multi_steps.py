@@ -71,7 +71,7 @@ def test_nonfinite_microbatch_leaves_multi_steps_unchanged(make, k, bad_entry):
         assert last.num_skipped == 1
     else:
         assert [int(state.skip_state["num_not_finite"]) for _, state in seen].index(1) == BAD
-        with pytest.raises(ValueError, match="opt_state must contain a skip wrapper, got none"):
+        with pytest.raises(ValueError, match="opt_state contains no skip wrapper; wrap"):
             monitor.step_status(last)
 
 

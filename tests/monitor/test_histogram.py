@@ -295,7 +295,9 @@ def test_histogram_of_nothing_has_no_nan():
 def test_histogram_of_wider_params_is_refused(x64):
     tx = monitor.histogram(of="params")
     narrow, wide = jnp.ones(3, jnp.float32), jnp.ones(3, jnp.float64)
-    with pytest.raises(ValueError, match="float64 leaves if the params have them, got none"):
+    with pytest.raises(
+        ValueError, match="the params have float64 leaves, but the params passed to init had none"
+    ):
         tx.update(narrow, tx.init(narrow), wide)
     found = monitor.histograms(tx.update(narrow, tx.init(wide), wide)[1])["leaf"]
     # Nothing is too large for float64, whose bins end at infinity.

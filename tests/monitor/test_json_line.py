@@ -75,11 +75,12 @@ def test_json_line_rejects_invalid_values():
     ):
         monitor.json_line(state, **{"clip_by_global_norm/norm": 1.0})
     with pytest.raises(
-        ValueError, match=r"of monitor\.json_line must contain the record of .*, got"
+        ValueError,
+        match=r"monitor\.json_line: opt_state must contain .* that keeps a record .*, got",
     ):
         monitor.json_line(optax.sgd(0.1).init(jnp.zeros(2)))
     with pytest.raises(
-        TypeError, match=r"monitor\.json_line must contain values, got tracers of jit"
+        TypeError, match=r"monitor\.json_line cannot be called inside jit, .* contains tracers"
     ):
         jax.jit(lambda state: monitor.json_line(state) and 0)(state)
 

@@ -141,16 +141,16 @@ def test_metrics_work_inside_compiled_functions(where):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (GRADS, r"dict, with the leaves 'b', 'w'; pass the optimizer's state"),
-        (tree_clip(), "Transformation, with the leaves 'init', 'update'"),
-        (optaxclip.clip(1.0).init(GRADS), "ClipByValueState, with the leaves 'steps'"),
+        (GRADS, r"dict with the leaves 'b', 'w'; pass the optimizer's state"),
+        (tree_clip(), "Transformation with the leaves 'init', 'update'"),
+        (optaxclip.clip(1.0).init(GRADS), "ClipByValueState with the leaves 'steps'"),
         (tree_clip(record=False).init(GRADS), "record=False"),
-        (optax.adam(0.1).init(GRADS), r"tuple, with the leaves '0/count', .*, \.\.\.; pass"),
-        (None, "NoneType, empty"),
+        (optax.adam(0.1).init(GRADS), r"tuple with the leaves '0/count', .*, \.\.\.; pass"),
+        (None, "NoneType without leaves"),
     ],
 )
 def test_monitor_functions_without_record_raise(function, given, said):
-    subject = f"opt_state of monitor.{function.__name__}"
+    subject = f"^monitor.{function.__name__}: opt_state"
     with pytest.raises(ValueError, match=rf"{subject} must contain.*{said}"):
         function(given)
 
@@ -177,7 +177,7 @@ def test_monitor_reads_states_stored_as_dicts():
         assert monitor.bad_leaves([each, optaxclip.clip_by_norm(1.0).init(GRADS)]) == ()
     with pytest.raises(
         ValueError,
-        match=r"must contain the record of a clipping .*, got dict, with the leaves",
+        match=r"must contain a clipping stage .*, got a pytree of type dict with the leaves",
     ):
         monitor.read({"steps": 1, "info": {"norm": 1.0}})
 

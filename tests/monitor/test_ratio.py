@@ -73,7 +73,7 @@ def test_record_ratio_requires_params():
     tx = monitor.record(stats="ratio", name="moves")
     with pytest.raises(
         ValueError,
-        match=r"moves: params is required .*\['ratio'\]; use update\(updates, state, params\)",
+        match=r"moves: params are required .*\['ratio'\]; call update\(updates, state, params\)",
     ):
         tx.update(UPDATES, tx.init(PARAMS))
     with pytest.raises(ValueError, match=r"moves: params must have a leaf 'w' .*got no such leaf"):

@@ -135,7 +135,7 @@ def test_since_rejects_donated_states():
         for each in (gone, gone._replace(steps=jnp.int32(1))):  # or if only some are deleted
             with pytest.raises(
                 ValueError,
-                match=r"since must not contain donated arrays, got .* donated.*use monitor\.co",
+                match=r"since contains arrays that were donated to a later step; call monitor\.co",
             ):
                 function(state, since=each)
 
@@ -157,9 +157,12 @@ OTHERS = {
     "of another name": (optaxclip.clip_by_norm(1.0, name="mine").init(GRADS), "'mine'"),
     "of other leaves": (CLIP.init({"w": jnp.ones(2)}), r"'num_clipped': \(1,\)"),
     "of more clips": (optax.chain(CLIP, CLIP).init(GRADS), "'clip_by_norm_1'"),
-    "without a record": (GRADS, "got dict, with the leaves 'b', 'w'"),
-    "numbers of a log": (monitor.scalars(CLIP.init(GRADS)), "got dict, with the leaves"),
-    "a number": (3.0, "got float"),
+    "without a record": (GRADS, "got a pytree of type dict with the leaves 'b', 'w'"),
+    "numbers of a log": (
+        monitor.scalars(CLIP.init(GRADS)),
+        "got a pytree of type dict with the leaves",
+    ),
+    "a number": (3.0, "got a pytree of type float"),
 }
 
 

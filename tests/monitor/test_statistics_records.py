@@ -28,12 +28,12 @@ def after(tx, *steps):
 
 def test_param_statistics_require_params():
     tx = monitor.record(3, stats=("norm", "cosine_param", "ratio"), name="mine")
-    needed = re.escape("mine: params is required for the statistics ['cosine_param', 'ratio']")
+    needed = re.escape("mine: params are required for the statistics ['cosine_param', 'ratio']")
     with pytest.raises(ValueError, match=f"^{needed}"):
         tx.update(GRADS, tx.init(PARAMS))
     for stat in ("cosine_param", "param_norm", "ratio"):
         with pytest.raises(
-            ValueError, match=rf"^record: params is required .* statistics \['{stat}'\]; use"
+            ValueError, match=rf"^record: params are required .* statistics \['{stat}'\]; call"
         ):
             monitor.record(3, stats=stat).update(GRADS, monitor.record(3, stats=stat).init(PARAMS))
     with pytest.raises(ValueError, match=r"mine: params must have a leaf 'head' of shape"):

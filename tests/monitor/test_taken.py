@@ -184,10 +184,12 @@ def test_step_was_applied_works_with_flax():
 def test_step_was_applied_without_skip_raises():
     for tx in (optaxclip.clip_by_global_norm(1.0), sgd(), optax.apply_if_finite(sgd(), 3)):
         with pytest.raises(
-            ValueError, match=r"monitor\.step_was_applied must contain a skip wrapper, got \w+"
+            ValueError,
+            match=r"^monitor\.step_was_applied: opt_state must contain a skip wrapper, got a "
+            r"pytree of type \w+",
         ):
             monitor.step_was_applied(tx.init(PARAMS))
     with pytest.raises(
-        ValueError, match=r"got dict, with the leaves 'a', 'b'; wrap the optimizer in skip_"
+        ValueError, match=r"type dict with the leaves 'a', 'b'; wrap the optimizer in skip_"
     ):
         monitor.step_was_applied(PARAMS)

@@ -131,7 +131,7 @@ def test_batch_norm_statistics_in_aux_warn(library, maker):
     def loss(params, x, y):
         return loss_fn(params, x, y), STATISTICS[library](x)
 
-    with pytest.warns(UserWarning, match="running statistics of a BatchNorm, .*GroupNorm"):
+    with pytest.warns(UserWarning, match="running statistics of a BatchNorm layer, .*GroupNorm"):
         jax.eval_shape(MAKERS[maker](loss, has_aux=True), PARAMS, X, Y)
     without = MAKERS[maker](lambda *args: (loss_fn(*args), {"batch_norm": args[1]}), has_aux=True)
     jax.eval_shape(without, PARAMS, X, Y)  # any warning is an error
@@ -181,7 +181,7 @@ def test_thresholds_by_name_count_as_often_as_there_are_groups():
     fn = per_example.clipped_grad(loss_fn, {"all": 2.0}, **options)
     assert fn.sensitivity(params=PARAMS) == 2.0
     with pytest.raises(
-        ValueError, match=r"params is required when threshold is a dict; pass params="
+        ValueError, match=r"params are required if threshold is a dict; pass the parameters"
     ):
         fn.sensitivity()
 

@@ -177,7 +177,7 @@ def test_aggregate_inside_multi_steps_raises(with_params, size):
 
 def test_aggregate_rejects_gradients_without_example_axis():
     tx, w = aggregate(1.0, 0.0), jnp.ones((4, 3))
-    with pytest.raises(ValueError, match=r"leaf 'w' has the shape \(4, 3\) of its parameter"):
+    with pytest.raises(ValueError, match=r"leaf 'w' has the same shape as its parameter, \(4, 3\)"):
         tx.update({"w": w}, tx.init({"w": w}), {"w": w})
     updates, _ = tx.update({"w": jnp.ones((4, 4, 3))}, tx.init({"w": w}), {"w": w})
     assert updates["w"].shape == (4, 3)
