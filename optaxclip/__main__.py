@@ -83,11 +83,11 @@ def _run_suggest(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
     """Prints a suggestion, and saves a plot if `--plot` is used."""
     path = args.plot
     if find_spec("pandas") is None:
-        parser.error(f"needs pandas: {install_command('logs')}")
+        parser.error(f"pandas is required; run {install_command('logs')}")
     if path and find_spec("matplotlib") is None:
-        parser.error(f"--plot needs matplotlib: {install_command('plot')}")
+        parser.error(f"--plot requires Matplotlib; run {install_command('plot')}")
     if path and path.is_dir():
-        parser.error(f"--plot must be a file, got a directory; pass {path / 'norms.png'}")
+        parser.error(f"--plot must be a file, but {path} is a directory; pass {path / 'norms.png'}")
     try:
         with warnings.catch_warnings():
             # The printed suggestion contains the warnings.

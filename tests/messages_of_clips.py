@@ -92,9 +92,8 @@ TYPE_ERRORS = {
     r"accepts only keyword arguments, got 1\.0; pass by name \['threshold', 'decay'": lambda: (
         optaxclip.clip_by_second_moment(1.0)
     ),
-    r"^inner must be an Optax .*, got ThresholdRule\(.*; pass it as the first argument$": lambda: (
-        skip_above(thresholds.zscore(), SGD)
-    ),
+    r"^inner must be an Optax .*, got ThresholdRule\(.*; pass the optimizer as the first "
+    "argument$": lambda: skip_above(thresholds.zscore(), SGD),
     r"max_consecutive must .*; combine .* optax\.chain\(clip, optimizer\)": lambda: skip_nonfinite(
         optaxclip.zclip(), SGD
     ),
@@ -158,7 +157,7 @@ TYPE_ERRORS = {
     r"response must be the result of clip_with_eps, .* as in "
     r"responses\.clip_with_eps\(\)": lambda: clip_by(TREE, 1.0, response=responses.clip_with_eps),
     "max_norm must be a number, a schedule, or a rule, got the "
-    "function zclip of optaxclip; pass": lambda: optaxclip.clip_by_norm(optaxclip.zclip),
+    "optaxclip function zclip; pass": lambda: optaxclip.clip_by_norm(optaxclip.zclip),
     "threshold must .* got a scope; pass the scope as the first": lambda: clip_by(LEAF, TREE),
     "threshold must .* got a scope; pass": lambda: clip_by(LEAF, scopes.leaf),
     r"threshold must .* call it, as in thresholds\.zscore\(\)": lambda: clip_by(
@@ -171,7 +170,7 @@ TYPE_ERRORS = {
     r"loss_threshold .* thresholds\.window\(\)": lambda: skip_above(
         SGD, 1.0, loss_threshold=thresholds.window
     ),
-    r"got the name 'zscore'; use thresholds\.zscore\(\.\.\.\)$": lambda: clip_by(LEAF, "zscore"),
+    r"or a rule, got 'zscore'; use thresholds\.zscore\(\.\.\.\)$": lambda: clip_by(LEAF, "zscore"),
     r"stacked must not be a JAX array, .* static_args=\('stacked',\)": lambda: (
         optaxclip.clip_by_block_rms(1.0, stacked=jnp.ones(2))
     ),
@@ -193,8 +192,8 @@ TYPE_ERRORS = {
     "x must be a pytree of arrays, got the leaf 'h' = '3'": lambda: ops.clip_cotangent(
         {"h": "3"}, clip_norm=1.0
     ),
-    "inner must be an Optax transformation.*, got 3; pass it as the first argument$": lambda: (
-        skip_nonfinite(3)
+    "inner must be an Optax transformation.*, got 3; pass the optimizer as the first argument$": (
+        lambda: skip_nonfinite(3)
     ),
     "inner must be an Optax transformation.* Dense": lambda: skip_nonfinite(nn.Dense(3)),
     r"^inner must be an Optax transformation such .* <function adam": lambda: skip_nonfinite(
@@ -214,13 +213,13 @@ TYPE_ERRORS = {
         1.0, known_norm=1
     ),
     "eps must be a number": lambda: stable(eps="small"),
-    r"leaf 'w' must be dense.*todense": lambda: SPAM.init({"w": SPARSE}),
-    r"leaf 'w' must be dense.*todense\(": lambda: stable().init({"w": SPARSE}),
+    r"leaf 'w' must be dense, but is a BCOO array; .*todense": lambda: SPAM.init({"w": SPARSE}),
+    r"leaf 'w' must be dense, but .*todense\(": lambda: stable().init({"w": SPARSE}),
 }
 VALUE_ERRORS = {
     "max_norm .* got -1.0; .* math.inf": lambda: clip_by_global_norm(-1.0),
     r"shape \(2,\); pass a dict from group names": lambda: clip_by_global_norm(np.ones(2)),
-    "^mine: params is required .*; call update": lambda: clip_tree(
+    "^mine: params are required .*; call update": lambda: clip_tree(
         ONE, RELATIVE, scope=LEAF, name="mine"
     ),
     r"groups \['b'\], got \['a'\]; pass one": lambda: clip_by(LEAF, {"a": 1.0}).init(ONE),
@@ -255,9 +254,13 @@ VALUE_ERRORS = {
         1.0, norm="inf"
     ),
     r"response must be one of .* got \['clip'\]": lambda: clip_by(TREE, 1.0, response=["clip"]),
-    r"alpha must be from 0 to 1, got 2\.5; use z_thresh= for a": lambda: thresholds.zscore(2.5),
-    r"decay must be from 0 to 1, got 1\.1; use ratio= for a multiple": lambda: thresholds.ema(1.1),
-    r"decay must be from 0 to 1, got 3\.0; use num_std= for a": lambda: thresholds.log_tracker(3.0),
+    r"alpha must be between 0 and 1, got 2\.5; use z_thresh for a": lambda: thresholds.zscore(2.5),
+    r"decay must be between 0 and 1, got 1\.1; use ratio for a multiple": lambda: thresholds.ema(
+        1.1
+    ),
+    r"decay must be between 0 and 1, got 3\.0; use num_std for a": lambda: thresholds.log_tracker(
+        3.0
+    ),
     "axis_name must name a mapped axis, got 'x'; wrap the call in pmap": lambda: ops.global_norm(
         ONE, axis_name="x"
     ),
@@ -284,14 +287,14 @@ VALUE_ERRORS = {
     "axis_name, specs cannot be combined": lambda: cotangent(
         clip_value=1.0, axis_name="x", specs=jax.P()
     ),
-    "^loss_threshold must not be NaN, got nan; pass None": lambda: skip_above(
+    "^loss_threshold must not be NaN; pass None": lambda: skip_above(
         SGD, 1.0, loss_threshold=np.nan
     ),
     "^loss_threshold must be a scalar": lambda: skip_above(SGD, 1.0, loss_threshold=np.ones(2)),
-    "^loss_threshold must be a rule that allows negative numbers, got log_tracker; use": lambda: (
+    "^loss_threshold must allow negative numbers, but the rule log_tracker does not; use": lambda: (
         skip_above(SGD, 1.0, loss_threshold=thresholds.log_tracker())
     ),
-    "^loss_threshold must not be relative to the parameters, got a rule": lambda: skip_above(
+    "^loss_threshold must not depend on the parameters, got a rule .*; use": lambda: skip_above(
         SGD, 1.0, loss_threshold=RELATIVE
     ),
     "^max_factor must be": lambda: responses.band(min_factor=2.0, max_factor=1.0),
@@ -299,7 +302,7 @@ VALUE_ERRORS = {
     r"'a/0/w'.*rank 6.*axis=": lambda: scoped(scopes.unit(), {"a": [{"w": RANK_6}]}),
     r"'w'.*rank 6.*axis=": lambda: scoped(scopes.unit(stacked=1), {"w": RANK_6[None]}),
     r"layer/w.*rank 6.*axis=": lambda: AGC.init({"layer": {"w": RANK_6}}),
-    "^adaptive_grad_clip: params is required .*; call update": lambda: AGC.update(
+    "^adaptive_grad_clip: params are required .*; call update": lambda: AGC.update(
         ONE, AGC.init(ONE)
     ),
     r"params must have a leaf 'b' of shape \(1,\) .*\(3,\)": lambda: AGC.update(
@@ -341,7 +344,7 @@ VALUE_ERRORS = {
     r"given for the groups \['a'\], got \['a', 'b'\]": lambda: scoped(
         scopes.group({"w": "a"}), threshold={"a": 1.0, "b": thresholds.zscore()}
     ),
-    "clip_by: params is required .* relative to the parameters; call ": lambda: clip_by(
+    "clip_by: params are required .* relative to the parameters; call ": lambda: clip_by(
         LEAF, {"b": RELATIVE}
     ).update(ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)),
     "grad_norm is required with known_norm='grad_norm'; use": told,
@@ -351,12 +354,14 @@ VALUE_ERRORS = {
     "grad_norm is required .*; use update\\(grads": lambda: told(skip_above, grad_norm=None),
     "^grad_norm must be a scalar, ": lambda: told(skip_above, grad_norm=jnp.ones(2)),
     r"b1 must be at least 0 and below 1, got 1.0": lambda: stable(b1=1.0),
-    r"b1 must be below 1 in float32, got .*; use at most 0.99999994$": lambda: stable(b1=1 - 1e-9),
+    r"b1 must be below 1 after rounding to float32, got .*; use at most 0.99999994$": lambda: (
+        stable(b1=1 - 1e-9)
+    ),
     "eps must not be negative": lambda: stable(eps=-1.0),
     "b2 must be at least 0": lambda: stable(b2=-0.1),
     "clipping_threshold must be a scalar": lambda: stable(clipping_threshold=jnp.ones(2)),
-    r"the updates must have the leaves .*, got the new leaves \['v'\]; reinit": lambda: SPAM.update(
-        {"w": jnp.ones(2), "v": jnp.ones(1)}, SPAM.init({"w": jnp.ones(2)})
+    r"updates contain the leaves \['v'\], which were not passed to init; reinit": lambda: (
+        SPAM.update({"w": jnp.ones(2), "v": jnp.ones(1)}, SPAM.init({"w": jnp.ones(2)}))
     ),
     "state must be of type SecondMomentState": lambda: SPAM.update(ONE, optax.EmptyState()),
 }

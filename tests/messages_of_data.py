@@ -53,18 +53,18 @@ def without_record():
 
 
 TYPE_ERRORS = {
-    r"three values .* got 2 values": lambda: swept(step=lambda p, _, __: (p, ZERO)),
-    r"three values \(state, loss, norm\), got one ShapeDtypeStruct": lambda: swept(
+    r"three values .* but returned 2 values": lambda: swept(step=lambda p, _, __: (p, ZERO)),
+    r"three values \(state, loss, norm\), but returned a single ShapeDtypeStruct": lambda: swept(
         step=lambda p, _, __: p
     ),
-    "a state with the types of its argument": lambda: swept(
+    "a state with the same structure, shapes, and dtypes as its input": lambda: swept(
         step=lambda p, _, __: (p[:2], ZERO, ZERO)
     ),
-    "a state with the types of its argument, .*": lambda: swept(
+    "structure, shapes, and dtypes as its input, .*, but returned": lambda: swept(
         step=lambda p, _, __: ((p,), ZERO, ZERO)
     ),
-    r"scalar loss.*shapes \(3,\)": lambda: swept(step=lambda p, _, __: (p, p, ZERO)),
-    r"a norm with at most one axis.* shapes \(\) and \(1, 3\)": lambda: swept(
+    r"scalar loss.* but returned shapes \(3,\)": lambda: swept(step=lambda p, _, __: (p, p, ZERO)),
+    r"scalar or one-dimensional norm, but .* shapes \(\) and \(1, 3\)": lambda: swept(
         step=lambda p, _, __: (p, p[0], p[None])
     ),
     **{
@@ -104,17 +104,19 @@ TYPE_ERRORS = {
     ),
 }
 VALUE_ERRORS = {
-    "thresholds must be one-dimensional and positive": lambda: swept([]),
-    r"thresholds must be one-dimensional and positive, got \[0\.0\]": lambda: swept([0.0]),
-    r"thresholds must be one-dimensional and positive, got \[nan\]": lambda: swept([np.nan]),
-    "thresholds must be one-dimensional and positive, got 1.0": lambda: tuning.sweep(
+    "thresholds must be a sequence of positive numbers": lambda: swept([]),
+    r"thresholds must be a sequence of positive numbers, got \[0\.0\]": lambda: swept([0.0]),
+    r"thresholds must be a sequence of positive numbers, got \[nan\]": lambda: swept([np.nan]),
+    "thresholds must be a sequence of positive numbers, got 1.0": lambda: tuning.sweep(
         init_fn, step_fn, 1.0, STEPS, key=0, data=DATA
     ),
     "steps must be an int >= 1, got 0": lambda: swept(steps=0),
     r"at least 60 steps, got a leaf of shape \(\)": lambda: swept(data=[DATA, 1.0]),
     r"at least 61 steps, got a leaf of shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
-    r"data must contain an array with .* got None.*np\.arange\(60\)": lambda: swept(data=None),
-    r"data must contain an array with .* got \{\}.*np\.arange\(60\)": lambda: swept(data={}),
+    r"at least one array whose leading axis .* got None.*np\.arange\(60\)": lambda: swept(
+        data=None
+    ),
+    r"data must contain at least one array .* got \{\}.*np\.arange\(60\)": lambda: swept(data={}),
     r"opt_state contains no record; insert monitor\.record\(\) in": lambda: monitor.history(
         without_record()
     ),

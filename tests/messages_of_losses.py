@@ -61,7 +61,7 @@ TYPE_ERRORS = {
     "weight must be a function, got 2.0": lambda: made(weight=2.0),
     "reject_rule must be the result of zscore": lambda: made(reject_rule=thresholds.zscore),
     "reject_rule must be a single global-norm threshold, got": lambda: made(reject_rule={"w": 1.0}),
-    "reject_rule must be .* function zclip": lambda: made(reject_rule=optaxclip.zclip),
+    "reject_rule must be .* optaxclip function zclip": lambda: made(reject_rule=optaxclip.zclip),
     "clip must be a number": lambda: made(clip="norm"),
     "clip must be a transformation or a global-norm threshold": lambda: made(clip={"w": 1.0}),
     r"clip must be the result of .* as in optaxclip\.zclip": lambda: made(clip=optaxclip.zclip),
@@ -99,7 +99,7 @@ TYPE_ERRORS = {
         {"a": lambda count: 1.0}
     ),
     "^threshold must be a number or scalar array, got '1' of type str$": lambda: clip_sum("1"),
-    "^threshold must be a number, a scalar array or a schedule, got '1'": lambda: AGGREGATE(
+    "^threshold must be a number, a scalar array, or a schedule, got '1'": lambda: AGGREGATE(
         "1", 0.0
     ),
     r"threshold must be the result of quantile_threshold, .* per_example\.quantile_threshold\(\)": (
@@ -229,7 +229,7 @@ VALUE_ERRORS = {
     "batch_argnums must be distinct": lambda: grads_of(dot, batch_argnums=(1, -1)),
     "argnums must be distinct positions from 0 to 1": lambda: grads_of(dot, argnums=7),
     r"batch_argnums must not overlap argnums=0, got 0": lambda: grads_of(dot, batch_argnums=0),
-    "batch_size must be from 1 .* got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
+    "batch_size must be at least 1, got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
     "key is required for noise; pass a JAX PRNG key or an int seed": lambda: AGGREGATE(1.0, 1.0),
     "noise_multiplier must not be negative": lambda: AGGREGATE(1.0, -1.0),
     "threshold must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),

@@ -85,13 +85,13 @@ def heatmap(
     try:
         found = np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:
-        wanted = "real numbers [steps, leaves] with rows of equal length"
+        wanted = "an array [steps, leaves] of real numbers with rows of equal length"
         raise TypeError(f"values must be {wanted}, got {short_repr(values)}") from error
     is_named = names is None or found.shape[1:] == (len(names),)
     if found.ndim != 2 or not found.size or not is_named:
-        of = "" if names is None else f" and {len(names)} names"
+        of = "" if names is None else f" with {len(names)} names"
         remedy = "; record some steps first" if found.ndim == 2 and not len(found) else ""
-        raise ValueError(f"values must be [steps, leaves], got shape {found.shape}{of}{remedy}")
+        raise ValueError(f"values must have shape [steps, leaves], got {found.shape}{of}{remedy}")
     x = style.check_steps(steps, len(found), "the rows of values")
     axes = style.new_axes(ax)
     shown = np.where(np.isfinite(found), found, np.nan)  # [steps, groups]
@@ -185,7 +185,7 @@ def element_histogram(
     ends = [row.list_by_exponent()[1][[0, -1]] for row in rows.values() if row.counts.any()]
     if not ends:
         raise ValueError(
-            "histogram must contain a finite non-zero element, got 0; train until a step is counted"
+            "histogram contains no finite nonzero elements; train until the histogram is updated"
         )
     bands = _compute_bands(dtypes)
     axes = style.new_axes(ax)

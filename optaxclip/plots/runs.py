@@ -141,7 +141,7 @@ def norms_over_steps(
         bound = None  # the suggestion is not to clip
     if bound is not None and bound.shape not in ((), y.shape):
         raise ValueError(
-            f"threshold must be a scalar or have the shape {y.shape} of norms, got {bound.shape}"
+            f"threshold must be a scalar or match the shape of norms, {y.shape}, got {bound.shape}"
         )
     axes = style.new_axes(ax)
     finite = np.isfinite(y)

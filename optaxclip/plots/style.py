@@ -51,14 +51,12 @@ def check_series(
     try:
         y = np.asarray(values, np.float64)  # [n]
     except (TypeError, ValueError) as error:
-        message = (
-            f"{name} must be a one-dimensional array of real numbers, got {short_repr(values)}"
-        )
-        raise TypeError(message) from error
+        wanted = "a one-dimensional array of real numbers"
+        raise TypeError(f"{name} must be {wanted}, got {short_repr(values)}") from error
     if y.ndim != 1:
         raise ValueError(
-            f"{name} must be one-dimensional, got shape {y.shape}; use one column of a record per "
-            "leaf or np.linalg.norm(norms, axis=1)"
+            f"{name} must be one-dimensional, got shape {y.shape}; use one column of a per-leaf "
+            "record or np.linalg.norm(norms, axis=1)"
         )
     if not y.size:
         raise ValueError(f"{name} must not be empty, got shape {y.shape}; record some steps first")
@@ -69,17 +67,15 @@ def check_steps(steps: HostArrayLike | None, number: int, name: str) -> Numbers:
     """Returns the steps `[number]`, which default to 0, 1, ..."""
     x = np.arange(number) if steps is None else np.asarray(steps)
     if x.shape != (number,):
-        raise ValueError(f"steps must have shape ({number},) like {name}, got {x.shape}")
+        raise ValueError(f"steps must have shape ({number},) to match {name}, got {x.shape}")
     return x
 
 
 def check_instance(value: Any, kind: type, argument: str, maker: str) -> None:
     """Checks the type of a value."""
     if not isinstance(value, kind):
-        raise TypeError(
-            f"{argument} must be a {kind.__name__} from {maker}, got a value of type "
-            f"{type(value).__name__}"
-        )
+        wanted = f"a {kind.__name__} returned by {maker}"
+        raise TypeError(f"{argument} must be {wanted}, got type {type(value).__name__}")
 
 
 def finish_axes(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":

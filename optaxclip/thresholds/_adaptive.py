@@ -173,8 +173,8 @@ def remove_floor(rule: ThresholdRule, argument: str) -> ThresholdRule:
     static, options, settings = rule.update.args
     if not getattr(static.statistic, "any_sign", False):
         raise ValueError(
-            f"{argument} must be a rule that allows negative numbers, got {static.rule.names[0]}; "
-            "use a number, or a rule such as thresholds.window or thresholds.zscore"
+            f"{argument} must allow negative numbers, but the rule {static.rule.names[0]} does "
+            "not; use a number, or a rule such as thresholds.window or thresholds.zscore"
         )
     static = dataclasses.replace(static, has_floor=False)
     return dataclasses.replace(rule, update=Partial(_update, static, options, settings))
@@ -194,7 +194,8 @@ def check_range(value: Any, low: float, high: float, argument: str, remedy: str 
     if high < float("inf"):
         check_precision(value, argument)
     if has_value(value) and not low <= float(jax.device_get(value)) <= high:
-        raise ValueError(f"{argument} must be from {low:g} to {high:g}, got {value!r}{remedy}")
+        wanted = f"between {low:g} and {high:g}" if high < float("inf") else f"at least {low:g}"
+        raise ValueError(f"{argument} must be {wanted}, got {value!r}{remedy}")
     return value
 
 

@@ -80,7 +80,7 @@ def ema(
     target_decay = decay if target_decay is None else target_decay
     target_ratio = ratio if target_ratio is None else target_ratio
     settings = _EmaSettings(
-        decay=check_range(decay, 0, 1, "decay", "; use ratio= for a multiple of the average"),
+        decay=check_range(decay, 0, 1, "decay", "; use ratio for a multiple of the average"),
         ratio=check_minimum(ratio, 0, "ratio"),
         target_decay=check_range(target_decay, 0, 1, "target_decay"),
         target_ratio=check_minimum(target_ratio, 0, "target_ratio"),
@@ -141,7 +141,7 @@ def zscore(
     """
     option = check_choice(option, get_args(Option), "option")
     settings = _ZScoreSettings(
-        check_range(alpha, 0, 1, "alpha", "; use z_thresh= for a number of standard deviations"),
+        check_range(alpha, 0, 1, "alpha", "; use z_thresh for a number of standard deviations"),
         check_minimum(z_thresh, 0, "z_thresh"),
         check_minimum(warmup_steps, 0, "warmup_steps"),
     )

@@ -132,8 +132,8 @@ def make_rule(threshold: ScalarOrSchedule | ThresholdRule, argument: str) -> Thr
                 continue
             except TypeError:
                 raise TypeError(
-                    f"{argument}.{field} must be a function of ({', '.join(arguments)}), got "
-                    f"{short_repr(fn)}"
+                    f"{argument}.{field} must be a function that accepts the arguments "
+                    f"({', '.join(arguments)}), got {short_repr(fn)}"
                 ) from None
         return threshold.as_pytree()
     check_not_component(threshold, argument)
@@ -164,8 +164,8 @@ def check_loss_threshold(
     if isinstance(threshold, ThresholdRule):
         if threshold.uses_params:
             raise ValueError(
-                f"{argument} must not be relative to the parameters, got a rule with "
-                "uses_params=True; pass another rule"
+                f"{argument} must not depend on the parameters, got a rule with uses_params=True; "
+                "use a rule with uses_params=False, such as thresholds.zscore"
             )
         return remove_floor(make_rule(threshold, argument), argument)
     if callable(threshold):
@@ -173,7 +173,7 @@ def check_loss_threshold(
     check_not_component(threshold, argument)
     number = check_threshold_value(threshold, argument, allow_any_number=True, schedule=True)
     if not isinstance(number, jax.Array) and math.isnan(number):
-        raise ValueError(f"{argument} must not be NaN, got nan; pass None to ignore the loss")
+        raise ValueError(f"{argument} must not be NaN; pass None to ignore the loss")
     # Constants use the rule for schedules, so both have the same state in checkpoints.
     return count_steps(number)
 
@@ -189,16 +189,15 @@ def loss_from_extra_args(
     loss = extra_args.get(argument)
     if loss is None:
         raise ValueError(
-            f"{name}: value or loss is required; call "
-            "update(grads, state, params, value=loss). Flax's TrainState.apply_gradients does not "
-            "pass extra arguments, so call state.tx.update instead"
+            f"{name}: value or loss is required; call update(grads, state, params, value=loss). "
+            "Flax's apply_gradients does not pass extra arguments, so call state.tx.update instead"
         )
     if not is_real(loss):
-        raise TypeError(f"{argument} must be the loss as a real number, got {loss!r:.80}")
+        raise TypeError(f"{name}: {argument} must be a real number, got {loss!r:.80}")
     if jnp.ndim(loss):
         raise ValueError(
-            f"{argument} must be the loss of the whole batch as a scalar, got an array of shape "
-            f"{jnp.shape(loss)}; pass its mean"
+            f"{name}: {argument} must be a scalar, got shape {jnp.shape(loss)}; "
+            "pass the mean loss of the batch"
         )
     meshes.check_replicated_scalar(loss, axis_names, f"{name}: {argument}")
     loss = jnp.asarray(loss)  # []

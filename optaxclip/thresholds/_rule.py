@@ -48,9 +48,9 @@ def check_threshold_value(
     """
     hint = f"; pass {disabled_value} to disable clipping" if disabled_value else ""
     if not is_real(threshold):
-        kinds = "a number, a scalar array or a schedule" if schedule else "a number or scalar array"
+        kind = "a number, a scalar array, or a schedule" if schedule else "a number or scalar array"
         raise TypeError(
-            f"{argument} must be {kinds}, got {short_repr(threshold)} of type "
+            f"{argument} must be {kind}, got {short_repr(threshold)} of type "
             f"{type(threshold).__name__}{hint if threshold is None else chain_hint(threshold)}"
         )
     if shape := getattr(threshold, "shape", ()):  # Python numbers have no shape
@@ -91,7 +91,8 @@ def check_decay(decay: Any, argument: str) -> Any:
             raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
         if np.float32(decay) == 1:
             raise ValueError(
-                f"{argument} must be below 1 in float32, got {decay!r}; use at most 0.99999994"
+                f"{argument} must be below 1 after rounding to float32, got {decay!r}; use at most "
+                "0.99999994"
             )
     return decay
 
@@ -111,7 +112,7 @@ def check_precision(number: Any, argument: str) -> None:
     is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     if is_float and jnp.finfo(dtype).eps > jnp.finfo(jnp.float32).eps:
         raise TypeError(
-            f"{argument} must be float32 or higher precision, got an array of dtype {dtype}; pass "
+            f"{argument} must have at least float32 precision, got dtype {dtype}; pass "
             "hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"
         )
 
@@ -125,7 +126,7 @@ def check_not_component(threshold: Any, argument: str) -> None:
         namespace = vars(sys.modules[__name__.rpartition(".")[0]])
         names = [name for name, value in namespace.items() if inspect.isfunction(value)]
         if near := difflib.get_close_matches(threshold, names, n=1):
-            raise TypeError(f"{must} the name {threshold!r}; use thresholds.{near[0]}(...)")
+            raise TypeError(f"{must} {threshold!r}; use thresholds.{near[0]}(...)")
     if str(getattr(threshold, "__module__", "")).startswith("optaxclip.scopes"):
         raise TypeError(
             f"{must} a scope; pass the scope as the first argument, as in "
@@ -133,7 +134,7 @@ def check_not_component(threshold: Any, argument: str) -> None:
         )
     if is_uncalled_factory(threshold, "optaxclip"):
         name = getattr(threshold, "__name__", "")
-        raise TypeError(f"{must} the function {name} of optaxclip; pass a number such as 1.0")
+        raise TypeError(f"{must} the optaxclip function {name}; pass a number such as 1.0")
 
 
 def check_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Callable[..., Any]:
@@ -145,7 +146,7 @@ def check_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Callab
     except (TypeError, ValueError):  # some built-in functions have no signature
         parameter = ""
     if re.search(r"(^|_)(norms?|grads?|gradients?)$", parameter):
-        raise TypeError(f"{must}, got a function of {parameter!r}; {own_rule}")
+        raise TypeError(f"{must}, got a function with the parameter {parameter!r}; {own_rule}")
     try:
         # Schedules may run later with different dtype and rank promotion settings.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -158,14 +159,14 @@ def check_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Callab
         return fn
     except Exception as error:
         raise TypeError(
-            f"{must}, got a function that raises {type(error).__name__} for an int32 scalar: "
+            f"{must}, but calling it with an int32 scalar raised {type(error).__name__}: "
             f"{error!s:.160}; {own_rule}"
         ) from error
     is_abstract = isinstance(value, jax.ShapeDtypeStruct)
     if not is_real(np.zeros(0, value.dtype) if is_abstract else value):
-        raise TypeError(f"{must} that returns a number, got {_describe(value)}")
+        raise TypeError(f"{must} that returns a number, but it returned {_describe(value)}")
     if np.shape(value) != () and not any_shape:
-        raise ValueError(f"{must} that returns a scalar, got {_describe(value)}")
+        raise ValueError(f"{must} that returns a scalar, but it returned {_describe(value)}")
     return fn
 
 
@@ -173,8 +174,8 @@ def params_if_needed(rule: ThresholdRule, params: PyTree | None, name: str) -> P
     """Returns the parameters if the rule uses them, and None otherwise."""
     if rule.uses_params and params is None:
         raise ValueError(
-            f"{name}: params is required when a threshold is relative to the "
-            "parameters; call update(grads, state, params)"
+            f"{name}: params are required when the threshold is relative to the parameters; call "
+            "update(grads, state, params)"
         )
     return params if rule.uses_params else None
 
@@ -197,7 +198,7 @@ def update_rule(
     # Any two states without arrays match, since some checkpoints store None instead of ().
     if jax.tree.leaves((own, state)) and _shapes(own) != _shapes(state):
         raise ValueError(
-            f"{name}: the state must contain {_describe_state(own)} for this threshold, got "
+            f"{name}: for this threshold, state must contain {_describe_state(own)}, but contains "
             f"{_describe_state(state)}; {REINIT_HINT}"
         )
     thresholds, new = call_rule(rule, norms, state, param_norms, name)
@@ -225,16 +226,17 @@ def call_rule(
 ) -> tuple[Thresholds, PyTree]:
     """Calls the update function of a rule and checks its results."""
     returned = rule.update(norms, state, param_norms)
-    must = f"{name}: the update of a threshold rule must return"
+    must = f"{name}: the update function of a threshold rule must return"
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if not (is_pair and isinstance(returned[0], Thresholds)):
-        raise TypeError(f"{must} (Thresholds(trigger, target), state), got {_describe(returned)}")
+        pair = "a tuple (Thresholds(trigger, target), state)"
+        raise TypeError(f"{must} {pair}, but returned {_describe(returned)}")
     thresholds, new = returned
     for field, threshold in thresholds._asdict().items():
         is_array = hasattr(threshold, "dtype") and is_real(threshold)
         if not is_array or jnp.shape(threshold) != norms.shape:
             raise (ValueError if is_array else TypeError)(
-                f"{must} thresholds with the shape of the norms, {_describe(norms)}, got "
+                f"{must} thresholds with the same shape as norms, {_describe(norms)}, but returned "
                 f"{_describe(threshold)} for {field}; use jnp.full_like(norms, threshold)"
             )
     # States without arrays may differ, because some checkpoints store None instead of (), and
@@ -243,8 +245,8 @@ def call_rule(
         _shapes(new) != _shapes(state) or _float_flags(new) != _float_flags(state)
     ):
         raise ValueError(
-            f"{must} a state with the structure, shapes, and kinds of dtypes of the previous "
-            f"state, {_describe(state)}, got {_describe(new)}"
+            f"{must} a state with the same structure, shapes, and kinds of dtypes as the previous "
+            f"state, {_describe(state)}, but returned {_describe(new)}"
         )
     return thresholds, jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), new)
 
@@ -265,7 +267,7 @@ def _describe_state(state: PyTree) -> str:
     )
     rules = sorted({name for node in nodes for name in getattr(node, "rule", ())})
     if not jax.tree.leaves(state):
-        return "no arrays, as for a constant"
+        return "no arrays (like the state of a constant threshold)"
     arrays = f"arrays of shapes {_shapes(state)[1]}"
     return f"the state of {' and '.join(rules)} with {arrays}" if rules else arrays
 
@@ -275,7 +277,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, Thresholds):
         return "Thresholds without a state"
     if isinstance(value, tuple) and any(isinstance(x, Thresholds) for x in value[1:]):
-        return "these in reverse order"
+        return "them in reverse order"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None:
         return f"{dtype}{[*shape]}"

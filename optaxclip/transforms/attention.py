@@ -59,11 +59,11 @@ class Heads:
             head_dim_axis = operator.index(self.head_dim_axis)
         except (TypeError, ValueError):
             raise TypeError(
-                "axis must be an int or a sequence of ints; head_dim_axis, an int; and power, a "
-                f"number or pairs (elements, power), got {self}"
+                "Heads must have an int or a sequence of ints as axis, an int as head_dim_axis, "
+                f"and a number or pairs (elements, power) as power, got {self}"
             ) from None
         if not all(count >= 1 and 0 <= power <= 1 for count, power in segments):
-            raise ValueError(f"power must be from 0 to 1, got {self.power!r}")
+            raise ValueError(f"power must be between 0 and 1, got {self.power!r}")
         # Tuples are hashable and can be static arguments of compiled functions.
         object.__setattr__(self, "axis", axes)
         object.__setattr__(self, "head_dim_axis", head_dim_axis)
@@ -102,8 +102,8 @@ def resolve_heads(
         sizes[-1] //= elements
     elif head_dim_axis in axes or shape[head_dim_axis] != elements:
         raise ValueError(
-            f"axis {head_dim_axis} of leaf '{name}' (shape {shape}) must be divisible by the size "
-            f"of a head, got {elements}"
+            f"power sets a head size of {elements} along axis {head_dim_axis}, but leaf '{name}' "
+            f"has shape {shape}"
         )
     return HeadLayout(rank, axes, head_dim_axis, segments), tuple(sizes)
 
@@ -235,7 +235,8 @@ def clip_attention_logits(
         # `optax.tree_map_params` initializes with trees without leaves.
         if flat.inexact_indices and not head_leaves:
             raise ValueError(
-                f"{name}: heads must return optaxclip.Heads, got None for all of {flat.names()}"
+                f"{name}: heads must return optaxclip.Heads for some leaves, but returned None for "
+                f"all of {flat.names()}"
             )
         return clip_logits().init({leaf.name: jnp.zeros(leaf.shape) for leaf in head_leaves})
 
@@ -247,7 +248,7 @@ def clip_attention_logits(
             if value is None:
                 raise ValueError(
                     f"{name}: {argument} is required; call update(updates, "
-                    "state, params, max_logits=...) with the largest logits of the heads"
+                    "state, params, max_logits=...) with the maximum attention logit of each head"
                 )
         head_leaves = _find_head_leaves(flat, heads)
         only = flat._replace(inexact_indices=[leaf.position for leaf in head_leaves])
@@ -291,9 +292,10 @@ def _find_head_leaves(
         if own is None:
             continue
         if not isinstance(own, Heads):
-            raise TypeError(f"heads must return optaxclip.Heads or None, got {own!r} for '{name}'")
+            must = "heads must return optaxclip.Heads or None"
+            raise TypeError(f"{must}, but returned {own!r} for leaf '{name}'")
         if trees.is_sparse(leaf):
-            raise TypeError(f"heads must return None for sparse leaves, got Heads for '{name}'")
+            raise TypeError(f"leaf '{name}' is sparse, so heads must return None instead of Heads")
         path = _split_path(flat.paths[position])
         layout, shape = resolve_heads(own, np.shape(leaf), name)
         head_leaves.append(_HeadLeaf(position, name, path, layout, shape))
@@ -321,7 +323,7 @@ def _logits_by_name(
     arrays_by_path: dict[tuple[str, ...], list[Any]] = {}
     for i in flat.inexact_indices:
         if jnp.iscomplexobj(flat.leaves[i]):
-            raise TypeError(f"max_logits must contain real arrays, got {flat.leaves[i]!r:.80}")
+            raise TypeError(f"max_logits must be real-valued arrays, got {flat.leaves[i]!r:.80}")
         parts = _split_path(flat.paths[i])
         # Flax's `sow` appends the name and the indices of a tuple to the path.
         end = parts.index("max_logits") if "max_logits" in parts else len(parts)
@@ -331,16 +333,16 @@ def _logits_by_name(
         prefixes = [path for path in arrays_by_path if leaf.path[: len(path)] == path]
         if not prefixes:
             raise ValueError(
-                f"{name}: max_logits must have an array for the parameter '{leaf.name}', got "
-                f"arrays for {['/'.join(path) for path in arrays_by_path]}; use paths of attention "
-                "layers, as in {'layers/0/attention': array}"
+                f"{name}: max_logits must contain an array for leaf '{leaf.name}', but has arrays "
+                f"only for {['/'.join(path) for path in arrays_by_path]}; use the paths of "
+                "attention layers as keys, as in {'layers/0/attention': array}"
             )
         arrays = arrays_by_path[max(prefixes, key=len)]
         for array in arrays:
             if np.shape(array) != leaf.shape:
                 raise ValueError(
-                    f"{name}: max_logits must have shape {leaf.shape} for the heads of "
-                    f"'{leaf.name}', got {np.shape(array)}; return None for shared keys"
+                    f"{name}: max_logits must have shape {leaf.shape} for leaf '{leaf.name}', got "
+                    f"{np.shape(array)}; return None from heads for keys that heads share"
                 )
         arrays_by_name[leaf.name] = arrays
     return _reduce_logits(arrays_by_name)

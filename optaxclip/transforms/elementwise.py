@@ -170,8 +170,8 @@ def clamp(
                 fits = False
             if not fits:
                 raise ValueError(
-                    f"{argument} must broadcast to leaf '{name}' of shape {shape}, got shape "
-                    f"{np.shape(bound)}; pass a scalar"
+                    f"{argument} must be broadcastable to the shape {shape} of leaf '{name}', got "
+                    f"shape {np.shape(bound)}; pass a scalar"
                 )
     # Use one bound per dtype instead of per leaf, because operands of compiled calls take time.
     dtypes = set(map(_canonical, {trees.dtype_of(leaf) for leaf in leaves}))

@@ -250,7 +250,7 @@ def _round_updates(updates: PyTree, params: PyTree) -> PyTree:
 
 def _check_pow2(value: Any, argument: str) -> Any:
     """Checks that `value` is a power of two and returns it. Traced values are rounded down."""
-    expected = "a power of two from 2.0**-126 to 2.0**126"
+    expected = "a power of two between 2.0**-126 and 2.0**126"
     message = f"{argument} must be {expected}, got {short_repr(value)}"
     if not numerics.is_real(value) or jnp.ndim(value):
         raise TypeError(message)

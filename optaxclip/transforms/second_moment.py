@@ -53,8 +53,8 @@ class NamedMoments(NamedTuple):
         for path, leaf, average in rows:
             if np.shape(leaf) != np.shape(average):
                 raise ValueError(
-                    f"{name}: leaf '{path}' must have its shape {np.shape(average)} from init, got "
-                    f"{np.shape(leaf)}; reinitialize the state"
+                    f"{name}: leaf '{path}' has shape {np.shape(leaf)}, but had shape "
+                    f"{np.shape(average)} at init; reinitialize the state"
                 )
         return averages
 
@@ -70,7 +70,7 @@ def check_dense(flat: FlatTree, name: str) -> FlatTree:
     for leaf, path in zip(flat.inexact_leaves(), flat.names(), strict=True):
         if is_sparse(leaf):
             raise TypeError(
-                f"{name}: leaf '{path}' must be dense, got a BCOO array; pass leaf.todense()"
+                f"{name}: leaf '{path}' must be dense, but is a BCOO array; pass leaf.todense()"
             )
     return flat
 
@@ -248,8 +248,8 @@ def clip_by_second_moment(
         unknown = sorted(set(flat.names()) - set(old.names))
         if unknown:
             raise ValueError(
-                f"{name}: the updates must have the leaves passed to init, got the new leaves "
-                f"{unknown}; reinitialize the state"
+                f"{name}: updates contain the leaves {unknown}, which were not passed to init; "
+                "reinitialize the state"
             )
         leaves, moments = flat.inexact_leaves(), old.get(flat, name)
         clipped, count, moments = _clip_and_update(

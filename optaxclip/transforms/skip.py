@@ -268,8 +268,8 @@ def _check_inner_state(inner_state: PyTree, name: str, check: CheckedTree) -> No
     )
     if nodes and all(hasattr(x, "NEEDS_OPTIMIZER") for x in nodes):
         validation.warn(
-            f"{name} must wrap an optimizer, got only clipping and recording stages, so a later "
-            f"optimizer still changes parameters; use {name}(optax.chain(clip, optimizer))"
+            f"{name} wraps only clipping and recording stages, so an optimizer after it still "
+            f"changes the parameters on skipped steps; use {name}(optax.chain(clip, optimizer))"
         )
     if check == "gradients":
         return
@@ -282,8 +282,8 @@ def _check_inner_state(inner_state: PyTree, name: str, check: CheckedTree) -> No
     for node in jax.tree.leaves(inner_state, is_leaf=lambda x: type(x) in orders):
         if type(node) in orders:
             raise ValueError(
-                f"{name}: inner must not accumulate gradients with check='updates', got a "
-                f"{type(node).__name__}; use {orders[type(node)]}"
+                f"{name}: with check='updates', inner must not accumulate gradients, but its state "
+                f"contains {type(node).__name__}; use {orders[type(node)]}"
             )
 
 
@@ -302,7 +302,7 @@ def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
     if not all(hasattr(inner, x) for x in ("init", "update")) or isinstance(inner, ThresholdRule):
         raise TypeError(
             "inner must be an Optax transformation such as optax.adam(1e-3), got "
-            f"{validation.short_repr(inner)}; pass it as the first argument"
+            f"{validation.short_repr(inner)}; pass the optimizer as the first argument"
         )
     return optax.with_extra_args_support(inner)
 

@@ -282,14 +282,14 @@ class _SingularValues(ClipMethod):
 
     def compute_norms(self, leaves: list[Any], plan: Plan, options: Options) -> ScaledNorms:
         for i, (leaf, name) in enumerate(zip(leaves, plan.leaf_names, strict=True)):
-            subject = f"{options.name}: leaf '{name}' of shape {leaf.shape}"
+            label = f"{options.name}: leaf '{name}' of shape {leaf.shape}"
             if is_sparse(leaf):
-                raise TypeError(f"{subject} must be dense, got a BCOO array; pass leaf.todense()")
+                raise TypeError(f"{label} must be dense, but is a BCOO array; pass leaf.todense()")
             axes = plan.placement.axes_of(i)
             if axes and meshes.manual_axes():
                 raise ValueError(
-                    f"{subject} must not be sharded inside shard_map or pmap, got shards along "
-                    f"{sorted(axes)}; use jax.lax.all_gather"
+                    f"{label} must not be sharded inside shard_map or pmap, but is sharded along "
+                    f"{sorted(axes)}; gather it with jax.lax.all_gather"
                 )
         norms = [
             _largest_singular_values(x, x.ndim - len(axes))

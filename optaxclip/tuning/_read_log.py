@@ -124,8 +124,8 @@ def read_log(
     wrong = cells[numbers.isna() & (cells.astype(str).str.strip().str.lower() != "nan")]
     if len(wrong):
         raise ValueError(
-            f"column must contain numbers, got {str(wrong.iloc[0])[:40]!r} in row "
-            f"{wrong.index[0] + 1} of {name!r} in {source}; choose a different column"
+            f"column {name!r} of {source} must contain numbers, but row {wrong.index[0] + 1} "
+            f"contains {str(wrong.iloc[0])[:40]!r}; choose a different column"
         )
     return _index_by_step(numbers.astype(np.float64), table, name)
 
@@ -145,7 +145,7 @@ def _read_table(text: str, pattern: re.Pattern[str], source: str) -> Any:
     pd = _import("pandas")
     lines = [line for line in re.split(r"\r\n|\n|\r", text) if line.strip()]
     if not lines:
-        raise ValueError(f"path must be a log with gradient norms, got {source}, which is empty")
+        raise ValueError(f"{source} is empty; pass a log that contains gradient norms")
     if lines[0].lstrip()[0] in "{[" and (records := _json_records(text, lines, source)):
         return pd.json_normalize(records)
     rules = [i for i, line in enumerate(lines) if RULE.fullmatch(line.strip())]
@@ -198,7 +198,7 @@ def _json_records(text: str, lines: list[str], source: str) -> list[dict[str, An
             return []
         # The last line may be incomplete if the run is still writing it.
         if wrong and wrong != [len(lines)]:
-            warn(f"{source} has {len(wrong)} lines that are not JSON, first line {wrong[0]}")
+            warn(f"{source} has {len(wrong)} invalid JSON line(s), starting with line {wrong[0]}")
         return found
     if isinstance(value, list) and value and isinstance(value[0], list) and len(value[0]) == 3:
         # TensorBoard uses a list of (wall time, step, value).
@@ -281,12 +281,10 @@ def _choose(names: list[str], source: str, column: str | None) -> str:
     if column in names:
         return column
     if column is not None:
-        raise ValueError(
-            f"column must be in {source}, got {column!r}; choose one of {_format_names(names)}"
-        )
+        raise ValueError(f"{source} has no column {column!r}; use one of {_format_names(names)}")
     if not names:
         raise ValueError(
-            f"path must be a log with names and numbers, got none in {source}; pass a pattern"
+            f"{source} contains no name/value pairs; set pattern to a regular expression for them"
         )
     # Exports of W&B contain the mean, minimum, and maximum of a curve. The mean is used.
     names = [n for n in names if re.sub(r"__(MIN|MAX)$", "", n) not in set(names) - {n}]
@@ -310,12 +308,12 @@ def _choose(names: list[str], source: str, column: str | None) -> str:
         return rest[0]
     if listed := found or others:
         raise ValueError(
-            f"column must be the name of the gradient norms in {source}, got None; pass "
-            f"column={listed[0]!r} or one of {_format_names(listed if len(listed) > 1 else names)}"
+            f"it is unclear which column of {source} contains the gradient norms; pass column="
+            f"{listed[0]!r} or another of {_format_names(listed if len(listed) > 1 else names)}"
         )
     raise ValueError(
-        f"path must be a log with a column of gradient norms, got {source} without one; pass "
-        f"column=NAME with one of {_format_names(names)}"
+        f"no column of {source} looks like gradient norms; pass column=NAME, where NAME is one of "
+        f"{_format_names(names)}"
     )
 
 

@@ -240,7 +240,7 @@ def suggest(norms: HostArrayLike, steps: HostArrayLike | None = None) -> Suggest
     steps = np.arange(len(values)) if steps is None else np.asarray(steps)
     if steps.shape != values.shape or steps.dtype.kind not in "iu":
         raise ValueError(
-            f"steps must be integers of shape {values.shape}, got {steps.dtype}{[*steps.shape]}"
+            f"steps must be an int array of shape {values.shape}, got {steps.dtype}{[*steps.shape]}"
         )
     # Zeros and non-finite norms have no logarithm, so they are excluded.
     (used,) = np.nonzero(np.isfinite(values) & (values > 0))
@@ -290,12 +290,13 @@ def _check_norms(norms: HostArrayLike) -> Floats:
     if array.dtype == object or hasattr(norms, "_fields"):
         raise TypeError(
             f"norms must be an array of real numbers, got {short_repr(norms)} of type "
-            f"{type(norms).__name__}; pass optaxclip.monitor.history(state) for a state"
+            f"{type(norms).__name__}; use optaxclip.monitor.history(state) to get them from a state"
         )
     if array.dtype.kind not in "fiu" and array.dtype != jnp.bfloat16:
         raise TypeError(f"norms must be real numbers, got dtype {array.dtype}")
     if array.ndim != 1:
-        raise ValueError(f"norms must be one-dimensional, got shape {array.shape}; pass one run")
+        remedy = "pass the norms of a single run"
+        raise ValueError(f"norms must be one-dimensional, got shape {array.shape}; {remedy}")
     values = array.astype(np.float64)
     negative = np.flatnonzero(values < 0)
     if negative.size:
@@ -332,7 +333,7 @@ def _loss_reasons(norms: Floats, logs: Floats, shape: Shape) -> tuple[str, ...]:
     if not np.any(norms[-max(len(norms) // 20, MIN_NORMS) :]):
         reasons.append("the last norms are all zero, so the run no longer learns")
     if reasons:
-        reasons[-1] += "; record a run that learns with a lower learning rate or a low threshold"
+        reasons[-1] += "; record a stable run, using a lower learning rate or a low threshold"
     return tuple(reasons)
 
 

@@ -116,7 +116,7 @@ def sweep(
     """
     values = np.asarray(thresholds, np.float32)
     if values.ndim != 1 or not values.size or not (values > 0).all():
-        raise ValueError(f"thresholds must be one-dimensional and positive, got {thresholds!r}")
+        raise ValueError(f"thresholds must be a sequence of positive numbers, got {thresholds!r}")
     values = np.unique(values)
     steps = check_int(steps, 1, "steps")
     data = _check_data(data, steps)
@@ -151,8 +151,8 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
     if not shapes:
         raise ValueError(
-            f"data must contain an array with one batch per step, got {short_repr(data)}; use "
-            f"np.arange({steps}) if the steps need no data"
+            "data must contain at least one array whose leading axis indexes the steps, got "
+            f"{short_repr(data)}; use np.arange({steps}) if the steps need no data"
         )
     for shape in shapes:
         if not shape or shape[0] < steps:
@@ -163,18 +163,19 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
 def _check_step(step_fn: StepFn, state: PyTree, batch: PyTree) -> None:
     out = jax.eval_shape(step_fn, state, batch, jnp.float32(1.0))
     if not (isinstance(out, tuple) and len(out) == 3):
-        got = f"{len(out)} values" if isinstance(out, tuple) else f"one {type(out).__name__}"
-        raise TypeError(f"step_fn must return three values (state, loss, norm), got {got}")
+        got = f"{len(out)} values" if isinstance(out, tuple) else f"a single {type(out).__name__}"
+        raise TypeError(f"step_fn must return three values (state, loss, norm), but returned {got}")
     before, (after, loss, norm) = jax.eval_shape(lambda state: state, state), out
     # The text contains the structure, the shapes and the dtypes.
     if str(before) != str(after):
         raise TypeError(
-            f"step_fn must return a state with the types of its argument, {before}, got {after}"
+            "step_fn must return a state with the same structure, shapes, and dtypes as its input, "
+            f"{before}, but returned {after}"
         )
     if jnp.shape(loss) != () or jnp.ndim(norm) > 1:
         raise TypeError(
-            "step_fn must return a scalar loss and a norm with at most one axis, got the shapes "
-            f"{jnp.shape(loss)} and {jnp.shape(norm)}"
+            "step_fn must return a scalar loss and a scalar or one-dimensional norm, but returned "
+            f"shapes {jnp.shape(loss)} and {jnp.shape(norm)}"
         )
 
 

@@ -34,7 +34,7 @@ def test_main_names_missing_packages(capsys, monkeypatch):
     printed = capsys.readouterr()
     assert (stopped.value.code, printed.out) == (2, "")
     (line,) = printed.err.splitlines()
-    assert f"needs pandas: {validation.install_command('logs')}" in line
+    assert f"pandas is required; run {validation.install_command('logs')}" in line
 
 
 def test_remedy_installs_checkout(tmp_path, monkeypatch):

@@ -43,9 +43,9 @@ def test_suggest_command_draws_picture(log, tmp_path, capsys):
 def test_suggest_command_explains_wrong_input(log, capsys):
     log.write_text(log.read_text().replace("grad_norm,other_norm", "a/grad_norm,b/grad_norm"))
     for args, message in (
-        ([str(log)], "pass --column 'a/grad_norm' or one of"),
+        ([str(log)], "pass --column 'a/grad_norm' or another of"),
         ([f"{log}.txt"], "cannot read"),
-        ([str(log), "--column", "norm"], "choose one of"),
+        ([str(log), "--column", "norm"], "has no column 'norm'; use one of"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(["suggest", *args])

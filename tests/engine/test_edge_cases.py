@@ -323,6 +323,6 @@ def test_clip_by_value_rejects_minimum_above_maximum(low, high):
 def test_clip_by_value_rejects_bounds_larger_than_leaf():
     tx = optaxclip.clip_by_value(jnp.full((2, 3), -1.0), 1.0)
     with pytest.raises(
-        ValueError, match=r"^min_value must .* 'w' of shape \(3,\), got shape \(2, 3\)"
+        ValueError, match=r"^min_value must .* the shape \(3,\) of leaf 'w', got shape \(2, 3\)"
     ):
         update(tx, {"w": jnp.ones(3)})

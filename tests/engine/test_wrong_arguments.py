@@ -88,12 +88,15 @@ def test_state_of_other_rule_raises_and_names_both(rule, how, number):
     params, tx = PARAMS, of_rule(rule, how)
     update = tx.update if how == "eager" else jax.jit(tx.update)
     update(params, tx.init(params))
-    names = {"constant": "no arrays, as for a constant", "schedule": r"arrays of shapes \[\(\)\]"}
+    names = {
+        "constant": r"no arrays \(like the state of a constant threshold\)",
+        "schedule": r"arrays of shapes \[\(\)\]",
+    }
     own = names.get(rule, f"the state of {rule} with arrays")
     place = [*RULES].index(rule)
     for other in [*RULES, *RULES][place + 1 :][:number]:
         held = names.get(other, f"the state of {other} with arrays")
-        said = f"must contain {own}.* for this threshold, got {held}.*new state"
+        said = f"for this threshold, state must contain {own}.*, but contains {held}.*new state"
         with pytest.raises(ValueError, match=said):
             update(params, state_of(other, how))
 
@@ -101,7 +104,9 @@ def test_state_of_other_rule_raises_and_names_both(rule, how, number):
 def test_state_of_other_window_or_loss_rule_raises():
     params = {"a": jnp.ones(3)}
     short, long = (clip_by(scopes.tree(), thresholds.percentile(window=n)) for n in (4, 5))
-    with pytest.raises(ValueError, match=r"\(5,\)\] for this threshold, got .*\(4,\)\]"):
+    with pytest.raises(
+        ValueError, match=r"for this threshold, .*\(5,\)\], but contains .*\(4,\)\]"
+    ):
         long.update(params, short.init(params))
     # Other numbers of the same rule are no other rule.
     other = clip_by(scopes.tree(), thresholds.percentile(50.0, window=4))
@@ -109,7 +114,7 @@ def test_state_of_other_window_or_loss_rule_raises():
     with_loss = functools.partial(optaxclip.skip_above, SGD, 1.0)
     state = with_loss(loss_threshold=thresholds.zscore()).init(params)
     with pytest.raises(
-        ValueError, match=r"must contain the state of window .*, got the state of zscore"
+        ValueError, match=r"must contain the state of window .*, but contains the state of zscore"
     ):
         with_loss(loss_threshold=thresholds.window(3.0, 4)).update(params, state, value=1.0)
 

@@ -60,7 +60,7 @@ def test_skip_above_without_loss_explains_train_state():
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
     said = (
         r"value or loss is required; call update\(grads, state, params, value=loss\)\. Flax's "
-        r"TrainState\.apply_gradients does not pass extra arguments, so call "
+        r"apply_gradients does not pass extra arguments, so call "
         r"state\.tx\.update instead$"
     )
     with pytest.raises(ValueError, match=said):

@@ -249,18 +249,21 @@ ERRORS = {
     ),
     "no place": (
         {"logits": {"body/0": FIRST}},
-        r"an array for the parameter 'key', got arrays for \['bo",
+        r"an array for leaf 'key', but has arrays only for \['bo",
     ),
-    "batch": ({"logits": jnp.ones((3, 2))}, r"shape \(2,\).*'key', got \(3, 2\); return None for"),
+    "batch": (
+        {"logits": jnp.ones((3, 2))},
+        r"shape \(2,\).*'key', got \(3, 2\); return None from heads for",
+    ),
     "integers": ({"logits": jnp.arange(2)}, "max_logits must have floating-point leaves"),
-    "complex": ({"logits": jnp.ones(2, complex)}, "max_logits must contain real arrays"),
+    "complex": ({"logits": jnp.ones(2, complex)}, "max_logits must be real-valued arrays"),
     "tau": ({"tau": -1.0}, "tau must not be negative"),
     "no function": ({"heads": "query"}, "heads must be a function"),
     "no heads": (
         {"heads": lambda path, leaf: 1},
-        "heads must return optaxclip.Heads or None, got 1",
+        "heads must return optaxclip.Heads or None, but returned 1 for leaf '",
     ),
-    "nowhere": ({"heads": lambda *_: None}, r"got None for all of \['key', 'query'\]"),
+    "nowhere": ({"heads": lambda *_: None}, r"returned None for all of \['key', 'query'\]"),
     "axis": (
         {"heads": lambda *_: Heads(3)},
         r"heads uses axes \(3,\), but leaf 'key' has shape \(1, 2, 2\)",
@@ -279,16 +282,16 @@ ERRORS = {
     ),
     "half a head": (
         {"heads": lambda *_: Heads(-1, ((3, 1.0),))},
-        r"axis 2 of leaf 'key' .* must be divisible by the size of a head, got 3",
+        r"power sets a head size of 3 along axis 2, but leaf 'key' has shape \(1, 2, 2\)",
     ),
     "heads as entries": (
         {"heads": lambda *_: Heads((0, 1), ((1, 1.0),), head_dim_axis=0)},
-        r"axis 0 of leaf 'key' .* must be divisible by the size of a head, got 1",
+        r"power sets a head size of 1 along axis 0, but leaf 'key' has shape \(1, 2, 2\)",
     ),
     "twice": ({"heads": lambda *_: Heads((1, -2))}, "must use distinct axes of leaf 'key', "),
     "entries": (
         {"heads": lambda *_: Heads(1, ((3, 1.0),))},
-        r"axis 2 of leaf 'key' .* must be divisible by the size of a head, got 3",
+        r"power sets a head size of 3 along axis 2, but leaf 'key' has shape \(1, 2, 2\)",
     ),
 }
 
@@ -305,7 +308,7 @@ def test_clip_attention_logits_schedule_requires_record():
 
 def test_heads_reject_sparse_params():
     with pytest.raises(
-        TypeError, match="heads must return None for sparse leaves, got Heads for 'w'"
+        TypeError, match="leaf 'w' is sparse, so heads must return None instead of Heads"
     ):
         optaxclip.clip_attention_logits(1.0, heads=lambda *_: Heads(0)).init(
             {"w": BCOO.fromdense(jnp.ones((2, 2)))}
@@ -329,7 +332,9 @@ def test_clip_attention_logits_rejects_state_as_updates():
     "arguments", [("one",), (1, 1.5), (1, -0.5), (1, ((0, 0.5),)), (1, ("a",)), (1, 1, "a")]
 )
 def test_heads_reject_invalid_axis_or_power(arguments):
-    with pytest.raises((TypeError, ValueError), match=r"^(axis|power) must be"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"^(Heads must have an int .* as axis|power must be)"
+    ):
         Heads(*arguments)
 
 

@@ -29,7 +29,7 @@ WITH_OPTIMIZER = {
 @pytest.mark.parametrize("skip", [optaxclip.skip_nonfinite, lambda x: optaxclip.skip_above(x, 9.0)])
 def test_skip_around_only_clips_warns(skip, inner):
     tx = optax.chain(skip(inner), optax.sgd(0.1, momentum=0.9))
-    said = "must wrap an optimizer, got only clipping and recording stages.*; use "
+    said = "wraps only clipping and recording stages, .* on skipped steps; use "
     with pytest.warns(UserWarning, match=said) as warned:
         state = tx.init(PARAMS)
     assert warned[0].filename == __file__

@@ -337,7 +337,8 @@ def test_clip_by_spectral_norm_rejects_matrix_shards():
         return jax.eval_shape(in_shards, x)
 
     with pytest.raises(
-        ValueError, match=r"must not be sharded .*, got shards along .*; use jax.lax.all_gather"
+        ValueError,
+        match=r"must not be sharded .*, but is sharded along .*; gather it with jax.lax.all_gather",
     ):
         inside(P("a"), True)
     with pytest.raises(ValueError, match="specs or axis_name must be set inside pmap"):
@@ -380,7 +381,7 @@ def test_clip_by_spectral_norm_accepts_rule_per_matrix():
 
 def test_clip_by_spectral_norm_rejects_sparse_leaves():
     with pytest.raises(
-        TypeError, match=r"leaf 'w' .* must be dense, got a BCOO array; pass leaf\.todense"
+        TypeError, match=r"leaf 'w' .* must be dense, but is a BCOO array; pass leaf\.todense"
     ):
         clip_by_spectral_norm(1.0).update(
             {"w": BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))}, None

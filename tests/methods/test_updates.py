@@ -145,6 +145,7 @@ def test_stable_adam_accepts_zero_decay():
 def test_moments_of_other_shape_raise(make, shape):
     tx = make(name="mine")
     with pytest.raises(
-        ValueError, match=r"^mine: leaf 'w' .*, got \(2,\); reinitialize the state$"
+        ValueError,
+        match=r"^mine: leaf 'w' has shape \(2,\), but had shape .*; reinitialize the state$",
     ):
         tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(shape)}))

@@ -100,8 +100,8 @@ def test_clip_by_value_keeps_digits_of_int64_bounds():
 @pytest.mark.parametrize("argument", ["clip_value_min", "clip_value_max"])
 def test_clip_by_value_rejects_bounds_of_wrong_shape(shape, bad, argument):
     bounds = {"clip_value_min": 0.0, "clip_value_max": 1.0, argument: jnp.zeros(bad)}
-    shapes = f"shape {re.escape(str(shape))}, got shape {re.escape(str(bad))}; pass"
-    message = f"^{argument} must broadcast to leaf 'w' of {shapes}"
+    shapes = f"shape {re.escape(str(shape))} of leaf 'w', got shape {re.escape(str(bad))}; pass"
+    message = f"^{argument} must be broadcastable to the {shapes}"
     with pytest.raises(ValueError, match=message):
         ops.clip_by_value({"w": jnp.zeros(shape)}, **bounds)
 

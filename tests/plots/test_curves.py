@@ -104,7 +104,7 @@ def test_equal_runs_are_all_seen():
         (
             {"a": [1.0]},
             {"steps": [1, 2]},
-            r"steps must have shape \(1,\) like norms of 'a', got \(2,\)",
+            r"steps must have shape \(1,\) to match norms of 'a', got \(2,\)",
         ),
     ],
 )

@@ -114,9 +114,9 @@ def test_the_sizes_of_float64_and_many_rows():
 @pytest.mark.parametrize(
     ("histogram", "dtypes", "error", "message"),
     [
-        (FOUND["none"], (), ValueError, "must contain a finite non-zero element, got 0; train"),
+        (FOUND["none"], (), ValueError, "contains no finite nonzero elements; train"),
         ({}, (), ValueError, "histogram is an empty dict; pass at least one histogram"),
-        (3, (), TypeError, "histogram must be a Histogram from monitor.histograms, got"),
+        (3, (), TypeError, "histogram must be a Histogram returned by monitor.histograms, got"),
         ({"a": 3}, (), TypeError, r"histogram\['a'\] must be a Histogram"),
         (FOUND, "float16", TypeError, "dtypes must be a tuple of dtypes, got 'float16'"),
         (FOUND, jnp.float16, TypeError, "dtypes must be a tuple of dtypes"),

@@ -65,7 +65,7 @@ def test_all_that_a_record_keeps_can_be_shown():
     tx = monitor.record(3, scope=scopes.leaf(), stats=tuple(STATISTICS))
     grads = {"w": np.ones(2, np.float32), "b": np.zeros(3, np.float32)}
     state = tx.init(grads)
-    with pytest.raises(ValueError, match=r"got shape \(0, 2\) and 2 names; record some steps"):
+    with pytest.raises(ValueError, match=r"got \(0, 2\) with 2 names; record some steps"):
         plots.heatmap(monitor.history(state), monitor.history_names(state))
     _, state = tx.update(grads, state, grads)
     names = monitor.history_names(state)
@@ -79,7 +79,7 @@ def test_all_that_a_record_keeps_can_be_shown():
         (lambda: plots.heatmap([[0.5]], stat="shares"), "'shares'; did you mean 'share'"),
         (
             lambda: plots.heatmap([[0.5]], steps=[1, 2]),
-            r"steps must have shape \(1,\) like the rows of values, got \(2,\)",
+            r"steps must have shape \(1,\) to match the rows of values, got \(2,\)",
         ),
     ],
 )
@@ -91,6 +91,6 @@ def test_what_cannot_be_drawn(draw, message):
 @pytest.mark.parametrize("values", [[[1.0], [1.0, 2.0]], [["a"]], {"w": 1.0}])
 def test_heatmap_needs_real_numbers(values):
     with pytest.raises(
-        TypeError, match=r"values must be real numbers .* with rows of equal length, got "
+        TypeError, match=r"values must be an array .* with rows of equal length, got "
     ):
         plots.heatmap(values)

@@ -38,10 +38,13 @@ def test_norms_over_steps_marks_what_is_above_a_threshold():
 
 def test_pictures_of_results_say_who_returns_them():
     for draw, words in (
-        (plots.norm_histogram, "suggestion must be a Suggestion from optaxclip.tuning.suggest"),
-        (plots.sweep_curve, "result must be a SweepResult from optaxclip.tuning.sweep"),
+        (
+            plots.norm_histogram,
+            "suggestion must be a Suggestion returned by optaxclip.tuning.suggest",
+        ),
+        (plots.sweep_curve, "result must be a SweepResult returned by optaxclip.tuning.sweep"),
     ):
-        with pytest.raises(TypeError, match=f"{words}, got a value of type ndarray"):
+        with pytest.raises(TypeError, match=f"{words}, got type ndarray"):
             draw(np.ones(3))
 
 
@@ -74,12 +77,12 @@ def test_norms_over_steps_marks_points_without_neighbors():
         (
             [1.0],
             {"threshold": [1.0, 2.0]},
-            r"threshold must be a scalar or have the shape \(1,\) of norms, got \(2,\)",
+            r"threshold must be a scalar or match the shape of norms, \(1,\), got \(2,\)",
         ),
         (
             [1.0],
             {"steps": [1, 2]},
-            r"steps must have shape \(1,\) like norms, got \(2,\)",
+            r"steps must have shape \(1,\) to match norms, got \(2,\)",
         ),
     ],
 )
@@ -154,7 +157,7 @@ def test_heatmap_has_a_row_for_each_leaf():
 
 @pytest.mark.parametrize(("shape", "names"), [((3,), None), ((3, 2), ["a"]), ((3, 0), None)])
 def test_heatmap_refuses_other_shapes(shape, names):
-    with pytest.raises(ValueError, match=r"values must be \[steps, leaves\], got shape \(3,"):
+    with pytest.raises(ValueError, match=r"values must have shape \[steps, leaves\], got \(3,"):
         plots.heatmap(np.ones(shape), names)
 
 

@@ -17,46 +17,52 @@ GRADS = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
 RETURNS = {
     "norms": (
         lambda n, s: n,
-        r"must return \(Thresholds\(trigger, target\), state\), got float32\[2\]",
+        r"must return a tuple \(Thresholds\(trigger, target\), state\), but returned float32\[2\]",
     ),
-    "only thresholds": (lambda n, s: Thresholds(n, n), "got Thresholds without a state"),
-    "swapped": (lambda n, s: (s, Thresholds(n, n)), "got these in reverse order"),
+    "only thresholds": (lambda n, s: Thresholds(n, n), "returned Thresholds without a state"),
+    "swapped": (lambda n, s: (s, Thresholds(n, n)), "returned them in reverse order"),
     "a pair": (
         lambda n, s: ((n, n), s),
-        r"got a tuple of a tuple of float32\[2\] and float32\[2\]",
+        r"returned a tuple of a tuple of float32\[2\] and float32\[2\]",
     ),
-    "nothing": (lambda n, s: None, "got None of type NoneType"),
-    "three": (lambda n, s: (Thresholds(n, n), s, s), "state.*, got a tuple of Thresholds"),
-    "a dict": (lambda n, s: {"trigger": n}, "got {.* of type dict"),
+    "nothing": (lambda n, s: None, "returned None of type NoneType"),
+    "three": (lambda n, s: (Thresholds(n, n), s, s), "state.*, but returned a tuple of Thresholds"),
+    "a dict": (lambda n, s: {"trigger": n}, "returned {.* of type dict"),
     "floats": (
         lambda n, s: (Thresholds(1.0, 1.0), s),
-        r"got 1\.0 of type float for trigger; use jnp\.full_like\(norms",
+        r"returned 1\.0 of type float for trigger; use jnp\.full_like\(norms",
     ),
     "one float": (
         lambda n, s: (Thresholds(n, 1), s),
-        r"with the shape of the norms, float32\[2\], got 1 of type int for target; use",
+        r"with the same shape as norms, float32\[2\], but returned 1 of type int for target; use",
     ),
-    "one scalar": (lambda n, s: (Thresholds(n, jnp.max(n)), s), r"got float32\[\] for target; use"),
-    "too few": (lambda n, s: (Thresholds(n[:1], n), s), r"got float32\[1\] for trigger"),
-    "a list": (lambda n, s: (Thresholds(n, [n]), s), r"got a list of float32\[2\] for target"),
-    "bools": (lambda n, s: (Thresholds(n > 1, n), s), r"got bool\[2\] for trigger"),
+    "one scalar": (
+        lambda n, s: (Thresholds(n, jnp.max(n)), s),
+        r"returned float32\[\] for target; use",
+    ),
+    "too few": (lambda n, s: (Thresholds(n[:1], n), s), r"returned float32\[1\] for trigger"),
+    "a list": (lambda n, s: (Thresholds(n, [n]), s), r"returned a list of float32\[2\] for target"),
+    "bools": (lambda n, s: (Thresholds(n > 1, n), s), r"returned bool\[2\] for trigger"),
     "complex": (
         lambda n, s: (Thresholds(n, n.astype(complex)), s),
-        r"got complex64\[2\] for target",
+        r"returned complex64\[2\] for target",
     ),
     "no state": (
         lambda n, s: (Thresholds(n, n), None),
-        r"previous state, int32\[\], got None of type",
+        r"previous state, int32\[\], but returned None of type",
     ),
     "more state": (
         lambda n, s: (Thresholds(n, n), (s, n)),
-        r"int32\[\], got a tuple of int32\[\] and",
+        r"int32\[\], but returned a tuple of int32\[\] and",
     ),
     "wide state": (
         lambda n, s: (Thresholds(n, n), s + jnp.zeros(2, int)),
-        r"int32\[\], got int32\[2\]",
+        r"int32\[\], but returned int32\[2\]",
     ),
-    "float state": (lambda n, s: (Thresholds(n, n), s + 1.0), r"int32\[\], got float32\[\]"),
+    "float state": (
+        lambda n, s: (Thresholds(n, n), s + 1.0),
+        r"int32\[\], but returned float32\[\]",
+    ),
 }
 
 
@@ -71,11 +77,15 @@ def own(update, state=0):
 def test_invalid_rule_updates_raise(wrong):
     update, said = RETURNS[wrong]
     tx = clip_by(scopes.leaf(), own(update))
-    with pytest.raises((TypeError, ValueError), match=f"^clip_by: the update of .* {said}"):
+    with pytest.raises(
+        (TypeError, ValueError), match=f"^clip_by: the update function of .* {said}"
+    ):
         jax.jit(tx.update)(GRADS, tx.init(GRADS))
     by_label = clip_by(scopes.group({"w": "a", "b": "b"}), {"a": 1.0, "b": own(update)})
     if wrong not in ("floats", "one float", "one scalar", "too few", "bools", "complex"):
-        with pytest.raises((TypeError, ValueError), match=r"^the threshold of 'b': the update of "):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"^the threshold of 'b': the update function of "
+        ):
             by_label.update(GRADS, by_label.init(GRADS))
 
 
@@ -85,7 +95,7 @@ def test_invalid_rule_raises_in_skip_and_clip_tree(wrap):
     rule = own(lambda norms, state: (Thresholds(1.0, 1.0), state))
     if wrap == "tree":
         with pytest.raises(
-            TypeError, match="clip_tree: the update of a threshold rule must return"
+            TypeError, match="clip_tree: the update function of a threshold rule must return"
         ):
             optaxclip.clip_tree(GRADS, rule, scope=scopes.leaf())
         return
@@ -93,7 +103,9 @@ def test_invalid_rule_raises_in_skip_and_clip_tree(wrap):
         {"threshold": rule} if wrap is skip_above else {"threshold": 1.0, "loss_threshold": rule}
     )
     tx = skip_above(optax.sgd(1.0), **threshold_values)
-    with pytest.raises(TypeError, match="skip_above: the update of a threshold rule must return"):
+    with pytest.raises(
+        TypeError, match="skip_above: the update function of a threshold rule must return"
+    ):
         tx.update(GRADS, tx.init(GRADS), value=1.0)
 
 
@@ -121,7 +133,10 @@ def test_rule_state_of_python_number_becomes_array():
 
 def test_rules_with_wrong_signature_raise():
     calls = {"update": r"\(norms, state, param_norms\)", "init": r"\(norms\)"}
-    update, init = (rf"threshold\.{x} must be a function of {calls[x]}, got " for x in calls)
+    update, init = (
+        rf"threshold\.{x} must be a function that accepts the arguments {calls[x]}, got "
+        for x in calls
+    )
     rules = {
         f"{update}<function": ThresholdRule(lambda norms: (), lambda norms, state: norms),
         f"{init}<function": ThresholdRule(lambda: (), lambda norms, state, param_norms: norms),
@@ -148,7 +163,8 @@ def test_functions_without_signature_raise_only_if_called():
         inspect.signature(max)
     with pytest.raises(
         TypeError,
-        match=r"max_norm must be a schedule .*, got a function that raises TypeError for an int",
+        match=r"max_norm must be a schedule .*, but calling it with an int32 scalar raised "
+        "TypeError: ",
     ):
         optaxclip.clip_by_global_norm(max)
     clip_by(scopes.tree(), ThresholdRule(max, max))
@@ -171,28 +187,37 @@ ANY_SHAPE = ("max_delta", "min_value")
 NO_SCHEDULES = {
     "of norms": (
         lambda norms: 0.5 * norms,
-        "of the step count\\), got a function of 'norms'; use .*ThresholdRule",
+        "of the step count\\), got a function with the parameter 'norms'; use .*ThresholdRule",
     ),
-    "of a norm": (lambda grad_norm: 0.5, "got a function of 'grad_norm'; use .*ThresholdRule"),
-    "of gradients": (lambda grads: 0.5, "got a function of 'grads'"),
+    "of a norm": (
+        lambda grad_norm: 0.5,
+        "got a function with the parameter 'grad_norm'; use .*ThresholdRule",
+    ),
+    "of gradients": (lambda grads: 0.5, "got a function with the parameter 'grads'"),
     "of a tree": (
         lambda x: x["w"],
-        r"a function that raises TypeError for an int32 scalar: .*; use .*ThresholdRule",
+        r"calling it with an int32 scalar raised TypeError: .*; use .*ThresholdRule",
     ),
     "of two": (
         lambda count, state: 1.0,
-        "raises TypeError for an int32 scalar: .* missing 1 required",
+        "with an int32 scalar raised TypeError: .* missing 1 required",
     ),
-    "a rule": (lambda x: (Thresholds(x, x), ()), "returns a number, got a tuple of Thresholds"),
+    "a rule": (
+        lambda x: (Thresholds(x, x), ()),
+        "returns a number, but it returned a tuple of Thresholds",
+    ),
     "of an array": (
         lambda x: x[0],
-        "raises (IndexError|ValueError|TypeError) for an int32 scalar: ",
+        "with an int32 scalar raised (IndexError|ValueError|TypeError): ",
     ),
-    "a vector": (lambda count: jnp.ones(3), r"returns a scalar, got float32\[3\]"),
-    "a bool": (lambda count: count > 3, r"returns a number, got bool\[\]"),
-    "nothing": (lambda count: None, "returns a number, got None"),
-    "a transformation": (optax.adam, "got a function that raises TypeError for an int32 scalar"),
-    "a branch": (lambda count: "a" if count > 1 else None, "returns a number, got None"),
+    "a vector": (lambda count: jnp.ones(3), r"returns a scalar, but it returned float32\[3\]"),
+    "a bool": (lambda count: count > 3, r"returns a number, but it returned bool\[\]"),
+    "nothing": (lambda count: None, "returns a number, but it returned None"),
+    "a transformation": (optax.adam, "calling it with an int32 scalar raised TypeError: "),
+    "a branch": (
+        lambda count: "a" if count > 1 else None,
+        "returns a number, but it returned None",
+    ),
 }
 
 

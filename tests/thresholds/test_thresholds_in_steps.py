@@ -254,7 +254,7 @@ DECAYS = {
 
 @pytest.mark.parametrize("name", DECAYS)
 def test_decays_with_few_digits_are_refused(name):
-    said = r"must be float32 or higher precision, .*; pass hyperparam_dtype=jnp\.float32"
+    said = r"must have at least float32 precision, got .*; pass hyperparam_dtype=jnp\.float32"
     for argument in DECAYS[name]:
         for dtype in (jnp.bfloat16, jnp.float16):
             with pytest.raises(TypeError, match=f"^{argument} {said}"):

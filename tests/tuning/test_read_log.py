@@ -213,17 +213,19 @@ SETTING_GROUPS = ["config", "args", "hparams", "hyperparams", *SETTING_WORDS[7:1
     ],
 )
 def test_read_log_rejects_settings(column):
-    with pytest.raises(ValueError, match="path must be a log with a column of gradient norms"):
+    with pytest.raises(ValueError, match="no column of the log looks like gradient norms; pass"):
         read(f"step,loss,{column}\n1,2.0,1.5\n2,2.0,2.5")
 
 
 def test_read_log_rejects_wrong_columns():
-    with pytest.raises(ValueError, match=r"got 'norm'; choose one of \['grad_norm', 'step'\]"):
+    with pytest.raises(
+        ValueError, match=r"has no column 'norm'; use one of \['grad_norm', 'step'\]"
+    ):
         read("step,grad_norm\n1,2\n2,3", "norm")
-    with pytest.raises(ValueError, match=r"got '1,5' in row 2 of 'grad_norm'"):
+    with pytest.raises(ValueError, match=r"column 'grad_norm' of .*, but row 2 contains '1,5'; "):
         read("step;grad_norm\n1;2\n2;1,5\n3;4\n4;5\n5;6\n6;7")
-    for text in ("it is a story", ""):
-        with pytest.raises(ValueError, match="path must be a log with"):
+    for text, said in {"it is a story": "contains no name/value pairs", "": "is empty"}.items():
+        with pytest.raises(ValueError, match=f"^the log {said}; "):
             read(text)
 
 
@@ -275,7 +277,7 @@ def test_read_log_reads_event_files(tmp_path):
     assert series.to_dict() == {10: 1.5, 20: 2.5}
     assert series.name == "train/grad_norm"
     assert [*tuning.read_log(tmp_path / "run", "train/loss")] == [9.0, 9.0]
-    with pytest.raises(ValueError, match="got 'a'; choose one of"):
+    with pytest.raises(ValueError, match="has no column 'a'; use one of"):
         tuning.read_log(tmp_path, "a")
 
 

@@ -148,7 +148,7 @@ def test_suggest_uses_steps():
     found = suggest(noise(), np.arange(0, 10 * N, 10))
     assert any("one of 10 steps" in note for note in found.notes)
     assert found.warnings == ()
-    with pytest.raises(ValueError, match=r"steps must be integers of shape \(300,\), got"):
+    with pytest.raises(ValueError, match=r"steps must be an int array of shape \(300,\), got"):
         suggest(noise(), [1, 2])
 
 
@@ -184,7 +184,7 @@ def test_suggestion_agrees_with_its_text():
         (
             np.ones((4, 90)),
             ValueError,
-            r"one-dimensional, got shape \(4, 90\); pass one run",
+            r"one-dimensional, got shape \(4, 90\); pass the norms of a single run",
         ),
         ([1.0, -2.0], ValueError, "must not be negative, got -2 at index 1"),
         (

@@ -60,7 +60,7 @@ def test_sweep_names_largest_good_threshold():
 def test_sweep_rejects_step_results():
     for step, message in (
         (lambda p, x, c: p, "must return three values"),
-        (lambda p, x, c: (p[:2], 0.0, 0.0), "must return a state with the types of its argument"),
+        (lambda p, x, c: (p[:2], 0.0, 0.0), "must return a state with the same structure, shapes"),
         (lambda p, x, c: (p, p, 0.0), "must return a scalar loss"),
     ):
         with pytest.raises(TypeError, match=message):
