@@ -75,7 +75,7 @@ TYPE_ERRORS = {
         for wrong in (True, 5.0, "5")
     },
     **{
-        rf"key must be one JAX PRNG key or an int seed, got {shown}": (
+        rf"key must be a single JAX PRNG key or an int seed, got {shown}": (
             lambda key=key: swept(key=key)
         )
         for shown, key in {

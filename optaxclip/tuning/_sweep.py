@@ -124,7 +124,7 @@ def sweep(
         key = jax.random.key(key)
     dtype = getattr(key, "dtype", np.dtype(object))
     if np.ndim(key) or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise TypeError(f"key must be one JAX PRNG key or an int seed, got {short_repr(key)}")
+        raise TypeError(f"key must be a single JAX PRNG key or an int seed, got {short_repr(key)}")
     # All runs start from the same state.
     state = jax.jit(init_fn)(key)
     _check_step(step_fn, state, jax.tree.map(lambda x: x[0], data))

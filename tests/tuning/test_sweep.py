@@ -66,5 +66,5 @@ def test_sweep_rejects_step_results():
         with pytest.raises(TypeError, match=message):
             sweep([1.0], step)
     for key in ("a", True, jax.random.split(jax.random.key(0))):
-        with pytest.raises(TypeError, match="key must be one JAX PRNG key"):
+        with pytest.raises(TypeError, match="key must be a single JAX PRNG key"):
             sweep([1.0], key=key)
