@@ -340,7 +340,7 @@ def test_clip_by_spectral_norm_rejects_matrix_shards():
         ValueError, match=r"must not be sharded .*, got shards along .*; use jax.lax.all_gather"
     ):
         inside(P("a"), True)
-    with pytest.raises(ValueError, match="specs or axis_name must be set inside pmap"):
+    with pytest.raises(ValueError, match="specs or axis_name is required inside pmap"):
         inside(P(), False)
     assert inside(P(), True).shape == x.shape
 
