@@ -45,8 +45,8 @@ class LossArguments(NamedTuple):
         batch = _check_positions(batch_argnums, count, "batch_argnums")
         if set(batch) & set(params) or not batch:
             raise ValueError(
-                "batch_argnums must contain at least one position, and none from argnums "
-                f"{params}, got {batch} of {count} arguments"
+                f"batch_argnums must not be empty or overlap argnums={params}, got {batch} for a "
+                f"call with {count} argument{'s' * (count != 1)}"
             )
         return cls(args, params[0] if is_single else params, batch)
 
@@ -76,7 +76,7 @@ def _check_positions(argnums: Sequence[int], count: int, argument: str) -> tuple
     positions = tuple(number % count for number in argnums if -count <= number < count)
     if len(set(positions)) < len(argnums):
         raise ValueError(
-            f"{argument} must be distinct positions from 0 to {count - 1}, got {tuple(argnums)}"
+            f"{argument} must be distinct positions between 0 and {count - 1}, got {tuple(argnums)}"
         )
     return positions
 
@@ -90,7 +90,8 @@ def check_argnums(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers 
     shared = {*np.atleast_1d(params).tolist()} & {*np.atleast_1d(batch).tolist()}
     if shared:
         raise ValueError(
-            f"batch_argnums must not overlap argnums={params}, got {batch}; remove {min(shared)}"
+            f"batch_argnums must not overlap argnums={params}, got {batch}; remove {min(shared)} "
+            "from batch_argnums"
         )
     return params, batch
 
@@ -114,13 +115,13 @@ def get_batch_size(flat: FlatTree, argument: str, hint: str = "") -> int:
         name = leaf_name(path)
         if is_sparse(leaf):
             raise TypeError(
-                f"{argument} must be dense, got the BCOO array '{name}'; pass leaf.todense()"
+                f"leaf '{name}' of {argument} must be dense, not a BCOO array; pass leaf.todense()"
             )
         sizes[name] = np.shape(leaf)
     if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
         raise ValueError(
-            f"{argument} must have leaves [examples, ...] with the same number of examples, got "
-            f"shapes {sizes}{hint}"
+            f"all leaves of {argument} must have a leading axis with the same number of examples, "
+            f"but have shapes {sizes}{hint}"
         )
     return next(iter(sizes.values()))[0] if sizes else 0
 
@@ -201,18 +202,18 @@ def loss_and_aux(
     """
     result = _call_loss(loss_fn, args, keywords)
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(f"loss_fn must return (loss, aux) with has_aux=True, got {result!r:.80}")
+        raise TypeError(f"loss_fn must return (loss, aux) with has_aux=True, not {result!r:.80}")
     value: Any = result[0] if has_aux else result
     if not is_real(value):
         hint = "; pass has_aux=True" if isinstance(value, tuple) else ""
-        raise TypeError(f"loss_fn must return a real loss, got {value!r:.80}{hint}")
+        raise TypeError(f"loss_fn must return a real scalar, not {value!r:.80}{hint}")
     if jnp.shape(value) != ():
         raise ValueError(
-            f"loss_fn must return a scalar, {description}, got {describe_array(value)}"
+            f"loss_fn must return a scalar, {description}, but returned {describe_array(value)}"
         )
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise TypeError(
-            f"loss_fn must return a real floating-point scalar, got {describe_array(value)}"
+            f"loss_fn must return a floating-point scalar, but returned {describe_array(value)}"
         )
     return jnp.asarray(value), result[1] if has_aux else None  # []
 
@@ -262,7 +263,7 @@ def flatten_params(params: PyTree) -> FlatTree:
     for problems, hint in ((_check_nnx(params), _NNX), (_check_equinox(params), _EQUINOX)):
         for problem in problems:
             raise TypeError(
-                f"params must contain only parameters, got {problem}; split the model:{hint}"
+                f"params must contain only parameters, but has {problem}; split the model:{hint}"
             )
     return flatten(params, "params")
 

@@ -282,9 +282,9 @@ def clip_cotangent(
       [7.071 7.071]
     """
     if (clip_norm is None) == (clip_value is None):
-        given = "neither" if clip_norm is None else "both"
+        given = "neither was" if clip_norm is None else "both were"
         raise ValueError(
-            f"clip_cotangent requires exactly one of clip_norm and clip_value, got {given}"
+            f"clip_cotangent requires exactly one of clip_norm and clip_value, but {given} passed"
         )
     options = {"nonfinite": check_policy(nonfinite), "axis_name": normalize_axis_names(axis_name)}
     flat = flatten(x, "x")
@@ -352,8 +352,8 @@ def _check_order(tree: PyTree, *thresholds: Any) -> None:
     """Checks that the tree and the thresholds are not swapped."""
     if isinstance(tree, (int, float)) and any(map(has_float_arrays, thresholds)):
         raise TypeError(
-            f"tree must be the gradients, got {short_repr(tree)} and a threshold with arrays; pass "
-            "the gradients first, as in clip_by_global_norm(grads, 1.0)"
+            f"tree must be the gradients, got {short_repr(tree)}, but the threshold has arrays; "
+            "pass the gradients first, as in clip_by_global_norm(grads, 1.0)"
         )
 
 

@@ -245,7 +245,7 @@ def _check_range(value: Any, low: float, high: float, argument: str) -> float:
         )
     if not isinstance(value, (int, float, np.integer, np.floating)) or not low <= value <= high:
         finite = f"finite and at least {low:g}"
-        condition = finite if high == _MAX_FLOAT32 else f"from {low:g} to {high:g}"
+        condition = finite if high == _MAX_FLOAT32 else f"between {low:g} and {high:g}"
         raise ValueError(f"{argument} must be {condition}, got {value!r}")
     return float(value)
 

@@ -93,7 +93,7 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
         by_leaf = broadcast_prefix(labels, flat, "labels")
         for label, name in zip(by_leaf, flat.names(), strict=True):
             if not isinstance(label, str):
-                raise TypeError(f"labels must be strings, got {label!r} for the leaf '{name}'")
+                raise TypeError(f"labels must be strings, got {label!r} for leaf '{name}'")
         # Norms are stored in the order of the sorted names.
         groups = tuple(
             Group((label,), tuple(i for i, other in enumerate(by_leaf) if other == label))
@@ -257,14 +257,14 @@ def ensemble_member(axis: int = 0) -> Scope:
         for name, leaf, shape in rows:
             if is_sparse(leaf):
                 raise ValueError(
-                    f"leaf '{name}' must be dense, got a BCOO array; pass leaf.todense()"
+                    f"leaf '{name}' must be dense, but is a BCOO array; pass leaf.todense()"
                 )
             (kept,) = _normalize_axes(axis, leaf, name)
             reduced.append(tuple(k for k in range(len(shape)) if k != kept))  # all other axes
             sizes[name] = shape[kept]
         if len(set(sizes.values())) > 1:
             raise ValueError(
-                f"leaves must have the same size along axis {axis}, got {short_repr(sizes)}"
+                f"leaves must have the same size along axis {axis}, but have {short_repr(sizes)}"
             )
         indices = tuple(range(len(reduced)))
         # There is one group, `[members]`, or none if the tree has no leaves.
@@ -340,7 +340,7 @@ def muon_labels(
 
     def label_branch(numbers: Any, branch: PyTree) -> PyTree:
         if not is_numbers(numbers):
-            raise ValueError(f"got {numbers!r}")
+            raise ValueError(f"{numbers!r} is neither")
         label = "adam" if numbers is None else "muon"
         return jax.tree.map(lambda _: label, branch, is_leaf=is_sparse)
 
@@ -355,8 +355,8 @@ def muon_labels(
             return jax.tree.map(label_branch, numbers, params, is_leaf=is_numbers)
         except ValueError as error:
             raise ValueError(
-                "weight_dimension_numbers must be a pytree prefix of the parameters, with "
-                f"MuonDimensionNumbers or None as leaves, but matching it failed: {error}"
+                "weight_dimension_numbers must be a pytree prefix of the parameters whose leaves "
+                f"are MuonDimensionNumbers or None, but matching it failed: {error}"
             ) from None
 
     return label_params
@@ -388,7 +388,7 @@ def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     if not shape:
         return (name,)
     if not all(isinstance(size, int) for size in shape):
-        raise ValueError(f"leaf '{name}' must have a fixed number of layers, got shape {shape}")
+        raise ValueError(f"leaf '{name}' must have a fixed number of layers, but has shape {shape}")
     # Padding with zeros makes the order of sorted names the order of layers.
     widths = [len(str(max(size - 1, 0))) for size in shape]
     prefix = [name] if name else []
@@ -410,8 +410,8 @@ def _count_stacked_axes(stacked: StackedAxes, flat: FlatTree) -> list[int]:
     for i, (leaf, count) in enumerate(zip(flat.inexact_leaves(), counts, strict=True)):
         if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):
             raise ValueError(
-                f"stacked must be an int from 0 to {np.ndim(leaf)} for leaf '{flat.names()[i]}' of "
-                f"shape {np.shape(leaf)}, got {count!r}"
+                f"stacked must be an int between 0 and {np.ndim(leaf)} for leaf "
+                f"'{flat.names()[i]}' of shape {np.shape(leaf)}, got {count!r}"
             )
     if isinstance(stacked, (int, np.integer)) and stacked:
         sizes = [math.prod(shape[:stacked]) for shape in shapes]
@@ -419,8 +419,8 @@ def _count_stacked_axes(stacked: StackedAxes, flat: FlatTree) -> list[int]:
         if sum(size for size in sizes if isinstance(size, int)) > _MANY_LAYERS:
             name, shape = max(zip(flat.names(), shapes, strict=True), key=lambda x: x[1][0])
             warn(
-                f"stacked={stacked} makes {sum(sizes)} groups, because it also applies to '{name}' "
-                f"of shape {shape}; use a dict of branches, as in stacked={{'layers': 1}}"
+                f"stacked={stacked} creates {sum(sizes)} groups, because it also applies to leaf "
+                f"'{name}' of shape {shape}; use a dict of branches, as in stacked={{'layers': 1}}"
             )
     return counts
 
@@ -436,14 +436,14 @@ def _normalize_axes(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[in
         raise TypeError(f"axes must be an int or a sequence of ints, got {axes!r}") from None
     if any(not -rank <= axis < rank for axis in chosen):
         raise ValueError(
-            f"axes must be from {-rank} to {rank - 1} for leaf '{name}' of shape "
+            f"axes must be between {-rank} and {rank - 1} for leaf '{name}' of shape "
             f"{np.shape(leaf)}, got {chosen}"
         )
     reduced = tuple(sorted({axis % rank for axis in chosen}))
     if is_sparse(leaf) and len(reduced) < rank:
         raise ValueError(
-            f"axes must be all {rank} axes of the sparse leaf '{name}', got {axes!r}; pass "
-            "leaf.todense() for norms of slices"
+            f"axes must include all {rank} axes of sparse leaf '{name}', got {axes!r}; pass "
+            "leaf.todense() to compute norms of slices"
         )
     return reduced
 
@@ -455,8 +455,8 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[
     # A sharded matrix can look like a vector, for example [1, out] for [8, out] on 8 devices.
     if is_shard and rank > 1 and num_long <= 1:
         raise ValueError(
-            f"leaf '{name}' must have a known global shape, got a possible shard of shape {shape}; "
-            "pass specs= (a pytree of PartitionSpec) or axis="
+            f"the global shape of leaf '{name}' is unknown, because an array of shape {shape} may "
+            "be a shard; pass a pytree of PartitionSpec as specs, or pass axis"
         )
     # Biases and the scales of normalization layers are one unit.
     if num_long <= 1:
@@ -468,5 +468,5 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[
     if rank in (4, 5):
         return tuple(range(rank - 1))
     raise ValueError(
-        f"leaf '{name}' has rank {rank}, but default axes exist up to rank 5; pass axis="
+        f"leaf '{name}' has {rank} dimensions, but default axes exist only for up to 5; pass axis"
     )

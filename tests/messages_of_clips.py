@@ -78,18 +78,20 @@ TYPE_ERRORS = {
     r"static_args=\(\"scope\",\) to optax": lambda: injected(scopes.unit()),
     "'f' .* eqx.filter": lambda: ops.global_norm({"f": jnp.tanh, "w": jnp.ones(1)}),
     "window must be an int >= 1": lambda: optaxclip.autoclip(window=1.5),
-    r"tree must be the gradients, got 1\.0 .* first, .* "
+    r"tree must be the gradients, got 1\.0, but .* first, .* "
     r"clip_by_global_norm\(grads, 1\.0\)": lambda: ops.clip_by_global_norm(1.0, GRADS),
-    r"tree must be the gradients, got -1\.0 ": lambda: ops.clip_by_value(-1.0, 1.0, GRADS),
+    r"tree must be the gradients, got -1\.0, but the threshold has arrays; ": lambda: (
+        ops.clip_by_value(-1.0, 1.0, GRADS)
+    ),
     "clip_norm must be .* of type dict": lambda: ops.clip_by_global_norm(jnp.ones(2), GRADS),
     "clip_value_max .* type dict": lambda: ops.clip_by_value(jnp.ones(2), 1.0, GRADS),
     r"got 1.0 of type float; .* clip_by\(scopes.leaf": lambda: clip_by(1.0, LEAF),
-    r"clip\(\) accepts the positional arguments \['max_delta'\], "
-    r"got 2; .* clip_by_value\(min_value": lambda: optaxclip.clip(-1.0, 1.0),
-    r"positional arguments \['max_norm'\], got 2; pass by name \['eps', ": lambda: (
-        clip_by_global_norm(1.0, 2.0)
+    r"clip\(\) accepts only the positional arguments \['max_delta'\], "
+    r"got 2 .*; .* clip_by_value\(min_value": lambda: optaxclip.clip(-1.0, 1.0),
+    r"positional arguments \['max_norm'\], got 2 .*; pass \['eps', ": lambda: clip_by_global_norm(
+        1.0, 2.0
     ),
-    r"accepts only keyword arguments, got 1\.0; pass by name \['threshold', 'decay'": lambda: (
+    r"accepts only keyword arguments, got 1\.0; pass \['threshold', 'decay'": lambda: (
         optaxclip.clip_by_second_moment(1.0)
     ),
     r"^inner must be an Optax .*, got ThresholdRule\(.*; pass the optimizer as the first "
@@ -97,7 +99,7 @@ TYPE_ERRORS = {
     r"max_consecutive must .*; combine .* optax\.chain\(clip, optimizer\)": lambda: skip_nonfinite(
         optaxclip.zclip(), SGD
     ),
-    r"threshold must .*; combine transformations by ": lambda: skip_above(optaxclip.zclip(), SGD),
+    r"threshold must .*; combine transformations in ": lambda: skip_above(optaxclip.zclip(), SGD),
     r"skip_nonfinite\(\) requires \['inner'\]; call "
     r"skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
     r"requires \['threshold'\]; .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: (
@@ -126,15 +128,17 @@ TYPE_ERRORS = {
     r"'scope'; use clip_by\(scope, threshold, .* \(accepted: \['max_norm'": lambda: (
         optaxclip.clip_by_norm(1.0, scope=1)
     ),
-    "must be from optaxclip.scopes.* got 'leaf' of": lambda: clip_by("leaf", 1.0),
-    "must be from optaxclip.scopes.* got 'leaf'": lambda: clip_tree(GRADS, 1.0, scope="leaf"),
+    "must be a scope from optaxclip.scopes.* got 'leaf' of": lambda: clip_by("leaf", 1.0),
+    "must be a scope from optaxclip.scopes.* got 'leaf'": lambda: clip_tree(
+        GRADS, 1.0, scope="leaf"
+    ),
     r"scope must .* call it, as in scopes\.leaf\(\)": lambda: clip_by(scopes.leaf, 1.0),
     r"from optaxclip\.scopes, got <function .* two arguments; .* scopes\.group\(fn\)": lambda: (
         clip_by(lambda path, leaf: "a", 1.0)
     ),
-    r"must return an optaxclip\.scopes\.Grouping.*; use "
+    r"must return a scopes\.Grouping, but returned 'a' .*; use "
     r"scopes\.group\(fn\) for .* labels": lambda: clip_by(lambda tree: "a", 1.0).init(ONE),
-    "labels must be strings, got None for the leaf 'b'": lambda: by_labels(lambda path, leaf: None),
+    "labels must be strings, got None for leaf 'b'": lambda: by_labels(lambda path, leaf: None),
     "norm must be a name .* got 2; pass norm='l2'": lambda: clip_by_global_norm(1.0, norm=2),
     "norm must be a name .* got inf; pass norm='linf'": lambda: clip_by_global_norm(
         1.0, norm=math.inf
@@ -189,7 +193,7 @@ TYPE_ERRORS = {
     "clip_value must be a number.*str": lambda: cotangent(clip_value="1"),
     "axes must be an int": lambda: cotangent(clip_norm=1.0, axes="0"),
     "axis_name must be a name": lambda: cotangent(clip_norm=1.0, axis_name=3),
-    "x must be a pytree of arrays, got the leaf 'h' = '3'": lambda: ops.clip_cotangent(
+    "x must be a pytree of arrays, but leaf 'h' is '3'": lambda: ops.clip_cotangent(
         {"h": "3"}, clip_norm=1.0
     ),
     "inner must be an Optax transformation.*, got 3; pass the optimizer as the first argument$": (
@@ -209,7 +213,7 @@ TYPE_ERRORS = {
     ),
     "^grad_norm must be a number": lambda: told(grad_norm="50"),
     "^grad_norm must be a number or": lambda: told(skip_above, grad_norm="50"),
-    "known_norm must be the name of an extra argument": lambda: clip_by_global_norm(
+    "known_norm must name an extra keyword argument": lambda: clip_by_global_norm(
         1.0, known_norm=1
     ),
     "eps must be a number": lambda: stable(eps="small"),
@@ -229,22 +233,22 @@ VALUE_ERRORS = {
     r"clip_norm must be a scalar, got an array of shape \(2,\)$": lambda: ops.clip_by_norm(
         jnp.ones(1), np.ones(2)
     ),
-    r"axes must be all 2 axes of the sparse leaf '0', "
+    r"axes must include all 2 axes of sparse leaf '0', "
     r"got 1; pass leaf\.todense\(\)": lambda: ops.clip_by_norm([SPARSE], 1.0, axes=1),
-    r"norms for its 1 groups, got 3 norms .* for the update too": lambda: clip_by(LEAF, 1.0).update(
-        [jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])
-    ),
+    r"norms in state must be 1, but is 3, .* call update under jax\.vmap too": lambda: clip_by(
+        LEAF, 1.0
+    ).update([jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])),
     r"labels must be a pytree prefix of the gradients with .* "
-    r"'layer0', .*, \.\.\. \(dict\), got the leaves 'x' \(dict\)": lambda: by_labels(
+    r"'layer0', .*, \.\.\. \(dict\), but has the leaves 'x' \(dict\)": lambda: by_labels(
         {"x": "a"}, GRADS
     ),
-    r"with the leaves 'w' .*, got the leaves 'w/k' .* a function \(path, leaf\)": lambda: by_labels(
-        {"w": {"k": "a"}}, {"w": jnp.ones(2)}
+    r"with the leaves 'w' .*, but has the leaves 'w/k' .* a function \(path, leaf\)": lambda: (
+        by_labels({"w": {"k": "a"}}, {"w": jnp.ones(2)})
     ),
     "stacked must be a pytree prefix of the gradients": lambda: clip_by(
         scopes.leaf(stacked={"x": 1}), 1.0
     ).init(GRADS),
-    r"got the new groups \['b'\]; put .* inside optax\.lookahead, .*lookahead\(optax": (
+    r"but also has the groups \['b'\]; put .* inside optax\.lookahead, .*lookahead\(optax": (
         outside_of_lookahead
     ),
     r"norm must be one of .* got 'L2'; did you mean 'l2'\?": lambda: clip_by_global_norm(
@@ -267,13 +271,13 @@ VALUE_ERRORS = {
     "max_consecutive .* >= 1, got 0": lambda: skip_nonfinite(SGD, 0),
     r"max_consecutive .* of shape \(2,\)": lambda: skip_above(SGD, 1.0, jnp.ones(2, int)),
     "max_consecutive must be at least 1, got 0": lambda: skip_above(SGD, 1.0, jnp.int32(0)),
-    "clip_cotangent requires exactly one of clip_norm and clip_value, got neither": cotangent,
-    "clip_cotangent requires exactly one of clip_norm and clip_value, got both": lambda: cotangent(
-        clip_norm=1.0, clip_value=1.0
-    ),
+    "clip_cotangent requires exactly one of clip_norm and clip_value, "
+    "but neither was passed": cotangent,
+    "clip_cotangent requires exactly one of clip_norm and clip_value, "
+    "but both were passed": lambda: cotangent(clip_norm=1.0, clip_value=1.0),
     r"clip_norm must be a scalar.*\(2,\)": lambda: cotangent(clip_norm=np.ones(2)),
     r"clip_value must be a scalar.*\(2,\)": lambda: cotangent(clip_value=np.ones(2)),
-    r"axes must be from -2 to 1 for leaf 'h' of shape \(2, 2\), got \(2,\)": lambda: cotangent(
+    r"axes must be between -2 and 1 for leaf 'h' of shape \(2, 2\), got \(2,\)": lambda: cotangent(
         clip_norm=1.0, axes=2
     ),
     "nonfinite must be one of": lambda: cotangent(clip_norm=1.0, nonfinite="off"),
@@ -299,43 +303,49 @@ VALUE_ERRORS = {
     ),
     "^max_factor must be": lambda: responses.band(min_factor=2.0, max_factor=1.0),
     r"response must be one of .*'clip'.* got 'soft'": lambda: clip_by(TREE, 1.0, response="soft"),
-    r"'a/0/w'.*rank 6.*axis=": lambda: scoped(scopes.unit(), {"a": [{"w": RANK_6}]}),
-    r"'w'.*rank 6.*axis=": lambda: scoped(scopes.unit(stacked=1), {"w": RANK_6[None]}),
-    r"layer/w.*rank 6.*axis=": lambda: AGC.init({"layer": {"w": RANK_6}}),
+    r"'a/0/w' has 6 dimensions.*; pass axis$": lambda: scoped(
+        scopes.unit(), {"a": [{"w": RANK_6}]}
+    ),
+    r"'w' has 6 dimensions.*; pass axis$": lambda: scoped(
+        scopes.unit(stacked=1), {"w": RANK_6[None]}
+    ),
+    r"layer/w' has 6 dimensions.*; pass axis$": lambda: AGC.init({"layer": {"w": RANK_6}}),
     "^adaptive_grad_clip: params are required .*; call update": lambda: AGC.update(
         ONE, AGC.init(ONE)
     ),
-    r"params must have a leaf 'b' of shape \(1,\) .*\(3,\)": lambda: AGC.update(
+    r"leaf 'b' of params must have shape \(1,\) .*\(3,\)": lambda: AGC.update(
         ONE, AGC.init(ONE), {"b": jnp.ones(3)}
     ),
     "labels must be a pytree prefix.* 'v'": lambda: scoped(scopes.group({"v": "a"})),
     "labels must be a pytree prefix.* 'w/x'": lambda: scoped(scopes.group({"w": {"x": "a"}})),
     "stacked must be a pytree prefix": lambda: scoped(scopes.leaf({"v": 1})),
-    r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got 3": lambda: scoped(scopes.leaf(3)),
-    r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got -1": lambda: scoped(scopes.leaf(-1)),
-    r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got 0.5": lambda: scoped(scopes.leaf(0.5)),
-    r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got 3$": lambda: scoped(scopes.unit(stacked=3)),
-    r"axes must be from -2 to 1 for leaf 'w' of shape \(2, 3\), got \(2,\)": lambda: scoped(
+    r"between 0 and 2 for leaf 'w' of shape \(2, 3\), got 3": lambda: scoped(scopes.leaf(3)),
+    r"between 0 and 2 for leaf 'w' of shape \(2, 3\), got -1": lambda: scoped(scopes.leaf(-1)),
+    r"between 0 and 2 for leaf 'w' of shape \(2, 3\), got 0.5": lambda: scoped(scopes.leaf(0.5)),
+    r"between 0 and 2 for leaf 'w' of shape \(2, 3\), got 3$": lambda: scoped(
+        scopes.unit(stacked=3)
+    ),
+    r"axes must be between -2 and 1 for leaf 'w' of shape \(2, 3\), got \(2,\)": lambda: scoped(
         scopes.axes(2)
     ),
     r"axes must be .* for leaf 'w' of shape \(2, 3\), got \(0, -3\)": lambda: scoped(
         scopes.axes((0, -3))
     ),
-    r"axes must be from -1 to 0 for leaf 'w' of shape \(3,\), got \(1,\)": lambda: scoped(
+    r"axes must be between -1 and 0 for leaf 'w' of shape \(3,\), got \(1,\)": lambda: scoped(
         scopes.unit(axis=1, stacked=1)
     ),
     r"thresholds must be given for the groups \['tree'\], got \['a'\]": lambda: clip_tree(
         ONE, {"a": 1.0}, scope=TREE
     ),
-    r"clip_by: .* passed to init, got the new groups \['b'\]": lambda: clip_by(LEAF, 1.0).update(
-        ONE, STATE(W)
-    ),
-    r"clip_by: .* got the new groups \['b'\]; "
+    r"clip_by: .* passed to init, but also has the groups \['b'\]": lambda: clip_by(
+        LEAF, 1.0
+    ).update(ONE, STATE(W)),
+    r"clip_by: .* but also has the groups \['b'\]; "
     "initialize the state with all params": lambda: clip_by(LEAF, 1.0).update(ONE, STATE({})),
     r"^sparse leaf 'w' must form a single group, but .* \(0,\)": lambda: scoped(
         scopes.unit(), {"w": SPARSE}
     ),
-    "^axes must be all 2 axes of the sparse leaf 'w', got 0": lambda: scoped(
+    "^axes must include all 2 axes of sparse leaf 'w', got 0": lambda: scoped(
         scopes.axes(0), {"w": SPARSE}
     ),
     "^sparse leaf 'w' must form a single group": lambda: scoped(
@@ -347,11 +357,11 @@ VALUE_ERRORS = {
     "clip_by: params are required .* relative to the parameters; call ": lambda: clip_by(
         LEAF, {"b": RELATIVE}
     ).update(ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)),
-    "grad_norm is required with known_norm='grad_norm'; use": told,
-    "grad_norm is required .*; use update": lambda: told(grad_norm=None),
+    "grad_norm is required because known_norm='grad_norm'; call": told,
+    "grad_norm is required .*; call update": lambda: told(grad_norm=None),
     "^grad_norm must be a scalar": lambda: told(grad_norm=jnp.ones(2)),
     "grad_norm is required": lambda: told(skip_above),
-    "grad_norm is required .*; use update\\(grads": lambda: told(skip_above, grad_norm=None),
+    "grad_norm is required .*; call update\\(grads": lambda: told(skip_above, grad_norm=None),
     "^grad_norm must be a scalar, ": lambda: told(skip_above, grad_norm=jnp.ones(2)),
     r"b1 must be at least 0 and below 1, got 1.0": lambda: stable(b1=1.0),
     r"b1 must be below 1 after rounding to float32, got .*; use at most 0.99999994$": lambda: (

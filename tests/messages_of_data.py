@@ -93,7 +93,7 @@ TYPE_ERRORS = {
         stats=("norm", 1)
     ),
     r"stats must be a name or a sequence of names, got None": lambda: monitor.record(stats=None),
-    r"scope must be from optaxclip.scopes": lambda: monitor.record(scope="leaf"),
+    r"scope must be a scope from optaxclip.scopes": lambda: monitor.record(scope="leaf"),
     r"call it, as in scopes.leaf\(\)": lambda: monitor.record(scope=scopes.leaf),
     r"'per_leaf'; pass scope=scopes.leaf\(\) ": lambda: monitor.record(per_leaf=True),
     "'ratio'; pass stats='ratio' ": lambda: monitor.record(ratio=True),

@@ -71,10 +71,10 @@ TYPE_ERRORS = {
     "axis_name must be a name": lambda: made(axis_name=3),
     r"value_and_grad\(\) requires \['loss_fn', 'microbatch_size'\]": accumulate.value_and_grad,
     "a real number, but returned None": lambda: called(W, X, weight=lambda x: None),
-    "a real floating-point scalar, got shape": lambda: called(W, X, loss_fn=lambda w, x: 3),
-    "loss_fn must return a real loss, got 'no'": lambda: called(W, X, loss_fn=lambda w, x: "no"),
+    "a floating-point scalar, but returned shape": lambda: called(W, X, loss_fn=lambda w, x: 3),
+    "loss_fn must return a real scalar, not 'no'": lambda: called(W, X, loss_fn=lambda w, x: "no"),
     "loss_fn must return": lambda: called(W, X, loss_fn=lambda w, x: None),
-    r"must return \(loss, aux\) with has_aux=True, got .*Tracer": lambda: called(
+    r"must return \(loss, aux\) with has_aux=True, not .*Tracer": lambda: called(
         W, X, has_aux=True
     ),
     "pass has_aux=True": lambda: called(W, X, loss_fn=lambda w, x: (loss_fn(w, x), 1)),
@@ -105,20 +105,20 @@ TYPE_ERRORS = {
     r"threshold must be the result of quantile_threshold, .* per_example\.quantile_threshold\(\)": (
         lambda: AGGREGATE(per_example.quantile_threshold, 0.0)
     ),
-    "must be from optaxclip.scopes.* got 'leaf'": lambda: clip_sum(1.0, scope="leaf"),
+    "must be a scope from optaxclip.scopes.* got 'leaf'": lambda: clip_sum(1.0, scope="leaf"),
     r"scope must .* call it, as in scopes\.leaf\(\)": lambda: per_example.clipped_grad(
         dot, 1.0, scope=scopes.leaf
     ),
-    "must be from optaxclip.scopes.* 0.0": lambda: AGGREGATE(1.0, 0.0, scope=0.0),
+    "must be a scope from optaxclip.scopes.* 0.0": lambda: AGGREGATE(1.0, 0.0, scope=0.0),
     r"response must .* call it, as in responses\.band\(\)": lambda: clip_sum(
         1.0, response=responses.band
     ),
-    "grads must be dense, got the BCOO array 'leaf'": lambda: clip_sum(1.0, SPARSE),
-    "^grads must be dense, got the BCOO array 'leaf'": lambda: (
+    "leaf 'leaf' of grads must be dense, not a BCOO": lambda: clip_sum(1.0, SPARSE),
+    "^leaf 'leaf' of grads must be dense, not a BCOO array": lambda: (
         optaxclip.per_example_global_norm_clip(SPARSE, 1.0)
     ),
     r"must return \(loss, aux\)": lambda: grads_of(lambda w, x: jnp.sum(w * x), has_aux=True),
-    r"\(loss, aux\) with has_aux=True, got": lambda: grads_of(
+    r"\(loss, aux\) with has_aux=True, not \(": lambda: grads_of(
         lambda w, x: (dot(w, x), 1, 2), has_aux=True
     ),
     "argnums must be an int or a sequence of ints, got .0.5": lambda: grads_of(dot, argnums=(0.5,)),
@@ -164,7 +164,9 @@ VALUE_ERRORS = {
         )
     ),
     "microbatch_size must be an int >= 1, got 0": lambda: made(microbatch_size=0),
-    "batch_argnums must not overlap argnums=0, got 0; remove 0": lambda: made(batch_argnums=0),
+    "batch_argnums must not overlap argnums=0, got 0; remove 0 from batch_argnums": lambda: made(
+        batch_argnums=0
+    ),
     r"batch_argnums must .* argnums=\(0, 1\), got 0; remove 0": lambda: made(
         batch_argnums=0, argnums=(0, 1)
     ),
@@ -189,11 +191,11 @@ VALUE_ERRORS = {
     "got 2 for 5 examples; use 1 or ": lambda: called(W, X[:5]),
     "the batch has no examples": lambda: called(W, X[:0]),
     "the batch has no examples; pass at least one example": lambda: called(W, {}),
-    "batch_argnums must be distinct positions from 0 to 0": lambda: called(W),
-    r"the batch must have leaves \[examples.* \(\)": lambda: called(W, 3.0),
-    r"the batch must have leaves \[examples": lambda: called(W, (X, X[:2])),
-    "batch_argnums must contain at least one position": lambda: called(W, X, batch_argnums=-2),
-    r"none from argnums \(0,\), got \(\) of 1 arguments": lambda: called(
+    "batch_argnums must be distinct positions between 0 and 0": lambda: called(W),
+    r"leaves of the batch must have a leading axis .* \(\)": lambda: called(W, 3.0),
+    "^all leaves of the batch must have a leading axis": lambda: called(W, (X, X[:2])),
+    "batch_argnums must not be empty": lambda: called(W, X, batch_argnums=-2),
+    r"or overlap argnums=\(0,\), got \(\) for a call with 1 argument\b": lambda: called(
         W, loss_fn=lambda w: w[0], batch_argnums=None
     ),
     r"must be of type AccumulateState, got .*; pass the previous accumulated\.state": lambda: (
@@ -221,13 +223,13 @@ VALUE_ERRORS = {
     "axis_name must name a mapped axis, got 'i'": lambda: called(W, X, axis_name="i"),
     r"threshold must be a scalar, got an array of shape \(2,\); "
     r"pass a dict from group names": lambda: clip_sum(np.ones(2)),
-    r"one example, which has no.*got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
-    "contain at least one position, .* got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(
+    r"one example, which has no.*but returned shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
+    "must not be empty or overlap argnums=.* got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(
         jnp.ones(2)
     ),
     r"argnums must be distinct .* got \(0, 0\)": lambda: grads_of(dot, argnums=(0, 0)),
     "batch_argnums must be distinct": lambda: grads_of(dot, batch_argnums=(1, -1)),
-    "argnums must be distinct positions from 0 to 1": lambda: grads_of(dot, argnums=7),
+    "argnums must be distinct positions between 0 and 1": lambda: grads_of(dot, argnums=7),
     r"batch_argnums must not overlap argnums=0, got 0": lambda: grads_of(dot, batch_argnums=0),
     "batch_size must be at least 1, got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
     "key is required for noise; pass a JAX PRNG key or an int seed": lambda: AGGREGATE(1.0, 1.0),
@@ -271,7 +273,9 @@ VALUE_ERRORS = {
     ),
     "^microbatch_size must be an int >= 1, got 0": lambda: grads_of(dot, microbatch_size=0),
     "threshold must not be negative or NaN, got -1.0": lambda: per_example.clipped_grad(dot, -1.0),
-    "the batch must have leaves": lambda: per_example.clipped_grad(dot, 1.0)(W, X, X[:3]),
-    "must be distinct positions from 0 to 1, got": lambda: grads_of(dot, batch_argnums=2),
+    "leaves of the batch must have a leading axis": lambda: per_example.clipped_grad(dot, 1.0)(
+        W, X, X[:3]
+    ),
+    "must be distinct positions between 0 and 1, got": lambda: grads_of(dot, batch_argnums=2),
     "method must be one of": lambda: per_example.grad_norms(dot, method="gost"),
 }

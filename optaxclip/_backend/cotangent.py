@@ -98,8 +98,8 @@ def _batching_rule(
             x = meshes.place_on_mesh(x, mesh)
         if mapped.explicit_mesh_axis and jax.typeof(x).sharding.mesh.empty:
             raise ValueError(
-                "clip_cotangent: x must be placed on the explicit mesh of the vmap, got an "
-                f"unplaced array of shape {x.shape}; set the mesh with jax.set_mesh"
+                "clip_cotangent: x must be on the explicit mesh used by vmap, but an array of "
+                f"shape {x.shape} is not on any mesh; set the mesh with jax.set_mesh"
             )
         x, axis = batching.broadcast(x, mapped.size, 0, mapped.explicit_mesh_axis), 0
     vmapped = _VmappedCotangentFn(cotangent_fn, (axis, *other_axes), mapped.name, mapped.spmd_name)
@@ -118,9 +118,9 @@ def forbid_vmap(x: Array, function: str) -> Array:
 def _forbidden_batching_rule(args: Sequence[Any], axes: Sequence[int], *, function: str) -> Any:
     del axes
     raise ValueError(
-        f"{function}: axis_name must be set under vmap inside shard_map, got None for an array "
-        f"that varies over {sorted(meshes.varying_axes(args[0]))}; pass axis_name=() if "
-        "devices have different examples"
+        f"{function}: axis_name is required under vmap inside shard_map, because an array "
+        f"varies over {sorted(meshes.varying_axes(args[0]))}; pass axis_name=() if devices have "
+        "different examples"
     )
 
 

@@ -247,7 +247,7 @@ def apply_scope(scope: Scope, flat: FlatTree, sharding_hints: ShardingHints) -> 
     names = tuple(grouping.names)
     if names != tuple(sorted(set(names))):
         raise ValueError(
-            f"leaf names must differ from names of stacked layers, got {names}; rename the leaf"
+            f"leaf names must not clash with names of stacked layers in {names}; rename the leaf"
         )
     return grouping
 
@@ -288,8 +288,8 @@ def infer_shardings(
         mesh = given_mesh
         if given_specs and mesh is None:
             raise ValueError(
-                "specs must contain NamedShardings if no mesh is set, got PartitionSpecs; set the "
-                "mesh with jax.set_mesh"
+                "specs must contain NamedShardings if no mesh is set, but contains "
+                "PartitionSpecs; set the mesh with jax.set_mesh"
             )
         if given_specs is None and explicit_mesh is not None:
             leaf_specs = list(map(meshes.spec_of, leaves))
@@ -333,10 +333,10 @@ def _infer_mapped_axes(
         # Types do not contain the sharding, so one of the options is required.
         if spec is None and axis_names is None:
             raise ValueError(
-                "specs or axis_name must be set inside pmap or shard_map(check_vma=False), got "
-                f"None for devices along {sorted(manual)}; use specs=PartitionSpec() for "
-                "replicated gradients (after pmean), axis_name= if these axes shard all leaves, or "
-                "specs= with a pytree of PartitionSpec"
+                "specs or axis_name is required inside pmap or shard_map(check_vma=False), because "
+                f"leaves may be sharded along {sorted(manual)}; pass specs=PartitionSpec() if "
+                "gradients are replicated (after pmean), axis_name if these axes shard all leaves, "
+                "or a pytree of PartitionSpec as specs"
             )
         if spec is None:
             return names, unsharded
@@ -344,9 +344,9 @@ def _infer_mapped_axes(
         return reduced | (names - manual), kept
     if names - manual:
         raise ValueError(
-            f"axis_name must be one of {sorted(manual)} inside shard_map(check_vma=True), got "
-            f"{sorted(names - manual)}; clip outside the vmap or use check_vma=False and name all "
-            "axes"
+            f"axis_name must contain only the axes {sorted(manual)} inside "
+            f"shard_map(check_vma=True), got {sorted(names - manual)}; clip outside the vmap, or "
+            "use check_vma=False and pass all axes"
         )
     # The type contains the mesh axes, but not the axes of the leaf that they shard.
     varying = meshes.varying_axes(leaf)
@@ -356,16 +356,16 @@ def _infer_mapped_axes(
         if not varying or not unsharded or axis_names is not None:
             return varying, unsharded
         raise ValueError(
-            "specs is required for a sharded leaf with several norms, such as the type "
-            f"{jax.typeof(leaf)} that varies over {sorted(varying)}; use a pytree of PartitionSpec"
+            f"specs is required because a leaf of type {jax.typeof(leaf)} varies over "
+            f"{sorted(varying)} and has several norms; pass a pytree of PartitionSpec"
         )
     reduced, kept = meshes.select_spec_axes(leaf, over, spec, varying)
     unknown = varying - reduced - meshes.union_axes(kept)
     if unknown:
         raise ValueError(
-            f"specs must name all axes over which a leaf varies, got {spec} for type "
+            f"specs must name all axes over which a leaf varies, got {spec} for a leaf of type "
             f"{jax.typeof(leaf)} that also varies over {sorted(unknown)}; correct the spec, sum "
-            "the leaf over these axes, or name only axes with shards in axis_name"
+            "the leaf over these axes, or pass only the axes that shard it as axis_name"
         )
     return reduced, kept
 
@@ -383,8 +383,8 @@ def _resolve_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSp
             )
         if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
             raise ValueError(
-                f"specs must name the mesh axes that shard a leaf, got UNCONSTRAINED in {spec}; "
-                "use None for unsharded axes"
+                f"specs must not contain UNCONSTRAINED, got {spec}; name the mesh axes that "
+                "shard the leaf, and use None for unsharded axes"
             )
         if mesh is not None and (unknown := meshes.axes_of(spec) - {*mesh.axis_names}):
             raise ValueError(
@@ -403,8 +403,8 @@ def check_examples_unsharded(
         return
     if specs is None and not meshes.has_vma_tracking():
         raise ValueError(
-            "specs is required inside pmap or shard_map(check_vma=False) for devices "
-            f"along {sorted(manual)}, over which a gradient may be sharded; {remedy}"
+            "specs is required inside pmap or shard_map(check_vma=False), because gradients may "
+            f"be sharded along {sorted(manual)}; {remedy}"
         )
     unsharded = [PartitionSpec()] * len(leaves)
     leaf_specs = unsharded if specs is None else _resolve_specs(flat, specs)[1]
@@ -413,6 +413,6 @@ def check_examples_unsharded(
         declared = meshes.union_axes(map(meshes.spec_names, spec[1:] if of_examples else spec))
         if sharded := undeclared | (declared & manual):
             raise ValueError(
-                f"leaf {name!r} must not be sharded within examples, got a leaf that varies over "
+                f"leaf {name!r} must not be sharded within an example, but varies over "
                 f"{sorted(sharded)}; {remedy}"
             )

@@ -71,7 +71,7 @@ def check_replicated_scalar(x: Any, axis_names: Iterable[str] | None, what: str)
     shared = manual_axes() if axis_names is None else frozenset(axis_names)
     if varying := sorted(varying_axes(x) & shared):
         raise ValueError(
-            f"{what} must have one value on all devices that share a norm, but it varies over "
+            f"{what} must have the same value on all devices that share a norm, but varies over "
             f"{varying}; use lax.pmean({what}, {varying}) or exclude axes with independent "
             "gradients from axis_name"
         )
@@ -103,8 +103,8 @@ def check_not_unreduced(types: Iterable[Any]) -> None:
         unreduced = {axis for kind in kinds for axis in getattr(kind, "unreduced", None) or ()}
         if unreduced:
             raise ValueError(
-                "leaves must be fully reduced before clipping, but one is a partial sum over "
-                f"{sorted(unreduced)} of type {aval}; use jax.lax.psum or jax.reshard"
+                f"leaves must be fully reduced before clipping, but a leaf of type {aval} is a "
+                f"partial sum over {sorted(unreduced)}; reduce it with jax.lax.psum or jax.reshard"
             )
 
 

@@ -78,17 +78,17 @@ def checked_format(dtype: Any) -> jnp.dtype:
     if number_format is None:
         raise TypeError(
             f"dtype must be a numeric dtype, such as jnp.float16, got {dtype!r:.80}; use the dtype "
-            "of the stored values"
+            "in which the values are stored"
         )
     if not jnp.issubdtype(number_format, jnp.floating):
         raise ValueError(
             f"dtype must be a real floating-point dtype, got {number_format.name}; use the dtype "
-            "of the real and imaginary parts for complex numbers"
+            "of the real and imaginary parts for complex values"
         )
     if number_format.name == "float8_e8m0fnu":
         raise ValueError(
-            f"dtype must be a dtype with a sign and 0, got {number_format.name}; use the dtype of "
-            "the scaled numbers"
+            f"dtype must be signed and able to represent zero, got {number_format.name}; use the "
+            "dtype of the scaled values"
         )
     return number_format
 

@@ -20,7 +20,7 @@ from optaxclip._base.validation import short_repr
 _Shapes = tuple[tuple[int, ...], ...]
 
 RESTORE_NAMES_HINT = (
-    "restore the names by state = jax.tree.map(lambda _, x: x, tx.init(params), state)"
+    "restore the names with state = jax.tree.map(lambda _, x: x, tx.init(params), state)"
 )
 """The end of messages about a state without names; `tx` is the whole optimizer."""
 
@@ -166,8 +166,8 @@ def safe_increment(count: Array, where: Array | bool = True, *, period: int = 1)
     """
     if not jnp.issubdtype(count.dtype, jnp.integer):
         raise TypeError(
-            f"counters of the state must be integers, got the dtype {count.dtype}; cast only the "
-            "floating-point leaves of a state"
+            f"counters in the state must be integers, but have dtype {count.dtype}; cast only the "
+            "floating-point leaves of the state"
         )
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)
@@ -181,7 +181,7 @@ def copy_arrays(state: Any) -> Any:
 
 
 REINIT_HINT = (
-    "pass a new state for this stage if the state is from another transformation, as in "
+    "initialize a new state for this stage if the state is from another transformation, as in "
     "opt_state = (tx.init(params)[0], *old_opt_state[1:]) for the first stage of a chain"
 )
 
@@ -192,8 +192,8 @@ def check_state(
     """Checks that a state has the type `cls`, and that it was not swapped with the updates."""
     if state is None:
         raise ValueError(
-            f"{name}: state must be the state of the previous step, got None; start with "
-            "state = tx.init(params) and use updates, state = tx.update(grads, state, params)"
+            f"{name}: state must be the state from the previous step, got None; start with "
+            "state = tx.init(params) and call updates, state = tx.update(grads, state, params)"
         )
     if not isinstance(state, cls):
         check_updates_not_state(updates, cls, name)
@@ -208,6 +208,6 @@ def check_updates_not_state(updates: Any, cls: type, name: str) -> None:
     nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, cls))
     if any(isinstance(node, cls) for node in nodes):
         raise ValueError(
-            f"{name}: updates must be gradients, got a {cls.__name__}; call "
+            f"{name}: updates must be gradients, got a state of type {cls.__name__}; call "
             "update(grads, state, params)"
         )

@@ -119,8 +119,8 @@ def flatten(
         dtypes = {str(dtype) for dtype in map(dtype_of, leaves) if dtype != jax.dtypes.float0}
         if dtypes:
             warn(
-                f"{argument} must have floating-point leaves to be clipped, got leaves with the "
-                f"dtypes {sorted(dtypes)}"
+                f"{argument} has no floating-point leaves to clip, only leaves with dtypes "
+                f"{sorted(dtypes)}"
             )
     return FlatTree(paths, leaves, treedef, measured)
 
@@ -157,7 +157,7 @@ def _is_measured(leaf: Any, path: Path, argument: str, integer_policy: str) -> b
         if isinstance(leaf, (Iterator, ValuesView, ItemsView)):
             remedy = "use a list or a dict, because JAX does not support iterators"
         raise TypeError(
-            f"{argument} must be a pytree of arrays, got the leaf '{leaf_name(path)}' = "
+            f"{argument} must be a pytree of arrays, but leaf '{leaf_name(path)}' is "
             f"{short_repr(leaf)} of type {type(leaf).__name__}; {remedy}"
         )
     if _is_subdtype(dtype, jnp.inexact):
@@ -167,8 +167,8 @@ def _is_measured(leaf: Any, path: Path, argument: str, integer_policy: str) -> b
     if integer_policy == "measure" and _is_subdtype(dtype, jnp.integer):
         return True
     raise TypeError(
-        f"{argument} must have floating-point leaves, got the leaf '{leaf_name(path)}' of dtype "
-        f"{dtype}; convert or remove it"
+        f"leaf '{leaf_name(path)}' of {argument} must have a floating-point dtype, but has dtype "
+        f"{dtype}; cast or remove it"
     )
 
 
@@ -238,7 +238,7 @@ def broadcast_prefix(
     except ValueError:
         raise ValueError(
             f"{argument} must be a pytree prefix of the gradients with "
-            f"{_summarize_tree(positions)}, got {_summarize_tree(value)}; use a function "
+            f"{_summarize_tree(positions)}, but has {_summarize_tree(value)}; use a function "
             "(path, leaf) -> value"
         ) from None
     values = jax.tree.leaves(broadcast)
@@ -287,10 +287,10 @@ def align_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
     for i in flat.inexact_indices:
         path, shape = flat.paths[i], jnp.shape(flat.leaves[i])
         if path not in by_path or jnp.shape(by_path[path]) != shape:
-            found = f"shape {jnp.shape(by_path[path])}" if path in by_path else "no such leaf"
+            found = f"has shape {jnp.shape(by_path[path])}" if path in by_path else "is missing"
             raise ValueError(
-                f"{name}: params must have a leaf '{leaf_name(path)}' of shape {shape} to match "
-                f"the updates, got {found}; use the params of these updates"
+                f"{name}: leaf '{leaf_name(path)}' of params must have shape {shape} as in the "
+                f"updates, but {found}; pass the params that belong to these updates"
             )
     return flat.replace_leaves([by_path[flat.paths[i]] for i in flat.inexact_indices])
 
@@ -347,13 +347,13 @@ class Grouping:
             return self
         if not stored and size:
             raise ValueError(
-                f"{name}: state must have the names of its {size} groups, got no names (as after "
-                f"optax.tree_map_params); {RESTORE_NAMES_HINT}"
+                f"{name}: state must have the names of its {size} groups, but has lost them, for "
+                f"example in optax.tree_map_params; {RESTORE_NAMES_HINT}"
             )
         if len(stored) != size:
             raise ValueError(
-                f"{name}: state must have norms for its {len(stored)} groups, got {size} norms (as "
-                "after init under jax.vmap); use jax.vmap for the update too"
+                f"{name}: the number of norms in state must be {len(stored)}, but is {size}, which "
+                "happens if only init was called under jax.vmap; call update under jax.vmap too"
             )
         own = set(self.names)
         if unknown := sorted(own - set(stored)):
@@ -365,7 +365,7 @@ class Grouping:
                 )
             raise ValueError(
                 f"{name}: updates must have the groups of the params that were passed to init, "
-                f"got the new groups {unknown}; {remedy}"
+                f"but also has the groups {unknown}; {remedy}"
             )
         # Groups without leaves, such as parameters without gradients, keep their state.
         with_shapes = zip(stored, stored.shapes or ((),) * size, strict=True)
@@ -409,8 +409,8 @@ def warn_if_many_norms(grouping: Grouping, name: str) -> None:
     if total > NUM_NORMS_WARNING:
         largest = counts.index(max(counts))
         warn(
-            f"{name}: the leaves should have at most {NUM_NORMS_WARNING:,} norms to save memory, "
-            f"got {total:,} norms, including {counts[largest]:,} for "
-            f"'{grouping.groups[largest].names[0]}'; use axis= for norms over more elements, "
-            "or scopes.unit(stacked=...) for leaves that stack layers"
+            f"{name}: more than {NUM_NORMS_WARNING:,} norms need a lot of memory, but the leaves "
+            f"have {total:,} norms, including {counts[largest]:,} for "
+            f"'{grouping.groups[largest].names[0]}'; pass axis to compute norms over more "
+            "elements, or use scopes.unit(stacked=...) if leaves stack layers"
         )

@@ -195,13 +195,13 @@ def get_known_norm(options: Options, extra_args: dict[str, Any], layout: str) ->
         return None
     if layout != "scalar":
         raise ValueError(
-            f"{options.name}: known_norm must be None for scopes with several groups, got "
-            f"{argument!r}; use scopes.tree()"
+            f"{options.name}: known_norm={argument!r} cannot be combined with a scope that has "
+            "several groups; use scopes.tree()"
         )
     if extra_args.get(argument) is None:
         raise ValueError(
-            f"{options.name}: {argument} is required with "
-            f"known_norm={argument!r}; use update(grads, state, params, {argument}=norm)"
+            f"{options.name}: {argument} is required because "
+            f"known_norm={argument!r}; call update(grads, state, params, {argument}=norm)"
         )
     return _check_known_norm(extra_args[argument], argument, options)
 

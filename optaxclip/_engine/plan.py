@@ -172,8 +172,8 @@ def resolve_scope(scope: Scope) -> Scope:
     """Checks that a scope is a function that is not a factory, and wraps user-defined scopes."""
     if not callable(scope):
         raise TypeError(
-            f"scope must be from optaxclip.scopes, got {scope!r:.80} of type "
-            f"{type(scope).__name__}; use, for example, clip_by(scopes.leaf(), 1.0)"
+            f"scope must be a scope from optaxclip.scopes, got {scope!r:.80} of type "
+            f"{type(scope).__name__}; pass a scope, as in clip_by(scopes.leaf(), 1.0)"
         )
     check_called(scope, "optaxclip.scopes", "scope", "scopes")
     # Scopes of this package return valid groupings.
@@ -181,8 +181,8 @@ def resolve_scope(scope: Scope) -> Scope:
         return scope
     if accepts_args(scope, "path", None) and not accepts_args(scope, "tree"):
         raise TypeError(
-            f"scope must be from optaxclip.scopes, got {short_repr(scope)} with two arguments; use "
-            "scopes.group(fn) for a function (path, leaf) -> label"
+            f"scope must be a scope from optaxclip.scopes, got {short_repr(scope)} with two "
+            "arguments; use scopes.group(fn) for a function (path, leaf) -> label"
         )
     return _UserScope(scope)
 
@@ -201,42 +201,41 @@ def _check_grouping(grouping: Any, flat: FlatTree) -> Grouping:
     """Checks the result of a user-defined scope, and sorts the groups by their names."""
     if not isinstance(grouping, Grouping):
         raise TypeError(
-            f"a scope must return an optaxclip.scopes.Grouping, got {short_repr(grouping)} of type "
+            f"a scope must return a scopes.Grouping, but returned {short_repr(grouping)} of type "
             f"{type(grouping).__name__}; use scopes.group(fn) for a function that returns labels"
         )
     layouts = get_args(get_type_hints(Grouping)["layout"])
     if grouping.layout not in layouts:
-        raise ValueError(
-            f"the layout of a Grouping must be one of {layouts}, got {grouping.layout!r}"
-        )
+        raise ValueError(f"Grouping.layout must be one of {layouts}, got {grouping.layout!r}")
     for group in grouping.groups:
         if not isinstance(group, Group):
             raise TypeError(
-                f"the groups of a Grouping must be scopes.Group, got {short_repr(group)}"
+                f"Grouping.groups must contain only scopes.Group, got {short_repr(group)}"
             )
     shapes, names = flat.shapes(), flat.names()
     # A partition of the leaves contains all indices exactly once.
     members = sorted(i for group in grouping.groups for i in group.leaf_indices)
     if len(grouping.axes) != len(shapes) or members != list(range(len(shapes))):
         raise ValueError(
-            f"a scope must return groups and axes for all {len(shapes)} measured leaves, got "
-            f"groups of the leaves {members} and axes for {len(grouping.axes)} leaves"
+            f"a scope must return groups and axes for all {len(shapes)} floating-point leaves, but "
+            f"returned groups of the leaves {members} and axes for {len(grouping.axes)} leaves"
         )
     for group in grouping.groups:
         for i in group.leaf_indices:
             rest = tuple(n for k, n in enumerate(shapes[i]) if k not in grouping.axes[i])
             if rest != group.shape or not {*grouping.axes[i]} <= {*range(len(shapes[i]))}:
                 raise ValueError(
-                    f"the group {group.names} of leaf '{names[i]}' (shape {shapes[i]}, axes "
-                    f"{grouping.axes[i]}) must have the shape {rest}, got {group.shape}"
+                    f"for leaf '{names[i]}' with shape {shapes[i]} and axes {grouping.axes[i]}, "
+                    f"group {group.names} must have shape {rest}, but has shape {group.shape}"
                 )
         # In the other layouts, a group has a single name.
         number = int(np.prod(group.shape)) if grouping.layout == "vector" else 1
         if len(group.names) != number:
-            raise ValueError(f"a group must have {number} names here, got {group.names}")
+            raise ValueError(f"Group.names must have length {number}, got {group.names}")
     if grouping.layout == "scalar" and (len(grouping.groups) != 1 or grouping.groups[0].shape):
         raise ValueError(
-            f'a Grouping with layout="scalar" must have one group, got {len(grouping.groups)}'
+            'a Grouping with layout="scalar" must have exactly one group with shape (), but has '
+            f"groups with shapes {[group.shape for group in grouping.groups]}"
         )
     groups = tuple(sorted(grouping.groups, key=lambda group: group.names))
     return Grouping(groups, tuple(map(tuple, grouping.axes)), grouping.layout, grouping.has_labels)

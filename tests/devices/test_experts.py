@@ -160,5 +160,5 @@ def test_sharded_stack_without_specs_raises():
     update = jax.shard_map(
         tx.update, mesh=mesh("Auto"), in_specs=(SPECS, P()), out_specs=(SPECS, P())
     )
-    with pytest.raises(ValueError, match=r"specs is required .*; use a pytree of PartitionSpec"):
+    with pytest.raises(ValueError, match=r"specs is required .*; pass a pytree of PartitionSpec"):
         jax.eval_shape(update, grads(), tx.init(grads()))

@@ -59,7 +59,7 @@ def test_sharded_params_raise_in_shard_map(check_vma, kind):
             jax.eval_shape(run, jnp.zeros(16), X)
     told = GRADIENTS[kind](gathered, specs=P("x"))
     with pytest.raises(
-        ValueError, match=r"must not be sharded within examples, .* varies over \['x'\]"
+        ValueError, match=r"must not be sharded within an example, .* varies over \['x'\]"
     ):
         jax.eval_shape(on_devices(told, (P("x"), P("x")), P(), check_vma), jnp.zeros(16), X)
 
@@ -88,7 +88,7 @@ CLIPS = {
 
 @pytest.mark.parametrize(("check_vma", "clip"), [*product([True, False], CLIPS)])
 def test_sharded_per_example_gradients_raise_in_shard_map(check_vma, clip):
-    unknown = "sharded within examples" if check_vma else "specs is required"
+    unknown = "sharded within an example" if check_vma else "specs is required"
     for spec, specs, message in (
         (P(None, "x"), None, unknown),
         (P("x"), None, unknown),

@@ -162,9 +162,7 @@ def test_methods_in_shard_map_match_single_device(name, kind):
         )
     )
     if name in KEEPS_AXES and not options:
-        with pytest.raises(
-            ValueError, match=r"specs is required for a sharded leaf .*; use a pytree"
-        ):
+        with pytest.raises(ValueError, match=r"specs is required because a leaf .*; pass a pytree"):
             update(TREES[0], on_one_device(name)[0], PARAMS)
         return
     wanted = None if name in SEVERAL else NUM_ALL_REDUCES.get(name, 1)
@@ -181,7 +179,7 @@ def test_replicated_leaves_stay_bitwise_equal(name):
     spread = jax.shard_map(
         everywhere, mesh=mesh(), in_specs=(SPECS, P()), out_specs=P("a", "b"), check_vma=False
     )
-    with pytest.raises(ValueError, match=r"axis_name= .* or specs="):
+    with pytest.raises(ValueError, match=r"axis_name if .* or a pytree of PartitionSpec as specs"):
         jax.jit(spread)(TREES[0], on_one_device(name)[0])
 
     def by_specs(grads, state):
@@ -214,7 +212,9 @@ def test_clip_by_global_norm_accepts_partly_manual_regions():
 
 @pytest.mark.parametrize("axis_name", ["i", None])
 def test_pmap_without_axis_name_raises(axis_name):
-    with pytest.raises(ValueError, match=r"pmap .* axis_name= .* or specs="):
+    with pytest.raises(
+        ValueError, match=r"pmap .* axis_name if .* or a pytree of PartitionSpec as specs"
+    ):
         jax.pmap(ops.global_norm, axis_name=axis_name)(jnp.ones((8, 2)))
 
 

@@ -53,6 +53,6 @@ def test_cast_counter_raises():
     tx = optaxclip.clip_by_global_norm(1.0)
     state = optax.tree_utils.tree_cast(tx.init(jnp.ones(3)), jnp.bfloat16)
     with pytest.raises(
-        TypeError, match="counters of the state must be integers, got the dtype bfloat16"
+        TypeError, match="counters in the state must be integers, but have dtype bfloat16"
     ):
         tx.update(jnp.ones(3), state)

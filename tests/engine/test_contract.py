@@ -360,7 +360,7 @@ def test_update_without_state_initializes_or_raises(name):
     tx = METHODS[name].make()
     begin = functools.partial(tx.update, GRADS, None, PARAMS, value=1.0, grad=None)
     if needs_its_state(name):
-        with pytest.raises(ValueError, match=r"state must be .* got None.*use updates, state = "):
+        with pytest.raises(ValueError, match=r"state must be .* got None.*call updates, state = "):
             begin()
     else:
         assert_same(begin(), tx.update(GRADS, tx.init(PARAMS), PARAMS))

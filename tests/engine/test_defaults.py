@@ -118,7 +118,7 @@ def test_ambiguous_group_names_raise():
     for other in ("a/05", "a/0"):
         grads = {"a": jnp.ones((10, 2)), other: jnp.ones(2)}
         tx = clip_by(scopes.leaf(stacked={"a": 1, other: 0}), 1.0)
-        with pytest.raises(ValueError, match=rf"got \('a/0', .*'{other}'.*; rename"):
+        with pytest.raises(ValueError, match=rf"stacked layers in \('a/0', .*'{other}'.*; rename"):
             tx.init(grads)
 
 

@@ -118,7 +118,7 @@ def test_safe_increment_saturates_or_wraps_counters():
     found = jax.jit(counted)(jnp.int32([0, 6, MOST]))
     np.testing.assert_array_equal(found, [[1, 7, MOST], [0, 7, MOST], [1, 7, MOST - 2]])
     with pytest.raises(
-        TypeError, match="counters of the state must be integers, got the dtype float32"
+        TypeError, match="counters in the state must be integers, but have dtype float32"
     ):
         safe_increment(jnp.float32(1))
 
@@ -133,7 +133,7 @@ def test_many_norms_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trees.warn_if_many_norms(grouped(2**23, 2**23), "mine")
-    said = r"^mine: .* got 16,777,217 norms, including 8,388,609 for 'b';"
+    said = r"^mine: .* have 16,777,217 norms, including 8,388,609 for 'b';"
     with pytest.warns(UserWarning, match=said):
         trees.warn_if_many_norms(grouped(2**23, 2**23 + 1), "mine")
 
@@ -167,16 +167,20 @@ def test_align_with_state_restores_missing_groups():
     assert found.broadcast_to_leaves([1, 2, 3]) == [2]
     assert of_step.align_with_state(StaticNames(), 1, "mine") is of_step
     for names, size, said in (
-        (StaticNames(), 2, "state must have the names of its 2 groups, got no names .*; restore"),
+        (
+            StaticNames(),
+            2,
+            "state must have the names of its 2 groups, but has lost them.*; restore",
+        ),
         (
             stored,
             6,
-            r"state must have norms for its 3 groups, got 6 norms \(as after init under",
+            r"the number of norms in state must be 3, but is 6, which happens if only init",
         ),
         (
             StaticNames(("a",)),
             1,
-            r"updates must have the groups of the params .*, got the new groups \['b'\]",
+            r"updates must have the groups of the params .*, but also has the groups \['b'\]",
         ),
     ):
         with pytest.raises(ValueError, match=f"^mine: {said}"):

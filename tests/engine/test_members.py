@@ -164,7 +164,7 @@ def test_ensemble_member_accepts_empty_tree():
 
 def test_member_refuses_sparse_leaves():
     leaf = BCOO((jnp.ones(2), jnp.array([[0, 1], [1, 2]])), shape=(2, 3))
-    with pytest.raises(ValueError, match="leaf 'w' must be dense, got a BCOO"):
+    with pytest.raises(ValueError, match="leaf 'w' must be dense, but is a BCOO"):
         clip_by(scopes.ensemble_member(), 1.0).init({"w": leaf})
 
 

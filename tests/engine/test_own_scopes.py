@@ -51,13 +51,21 @@ def test_custom_scope_isolates_nonfinite_group():
 
 ONE, WHOLE = scopes.Group(("a",), (0, 1)), ((0,), (0,))
 WRONG = {
-    "nothing": (None, TypeError, "a scope must return an optaxclip.scopes.Grouping, got None"),
-    "no group": (scopes.Grouping(("a",), WHOLE, "vector"), TypeError, "must be scopes.Group"),
-    "layout": (scopes.Grouping((ONE,), WHOLE, "list"), ValueError, "layout .* must be one of"),
+    "nothing": (None, TypeError, "a scope must return a scopes.Grouping, but returned None"),
+    "no group": (
+        scopes.Grouping(("a",), WHOLE, "vector"),
+        TypeError,
+        "must contain only scopes.Group",
+    ),
+    "layout": (
+        scopes.Grouping((ONE,), WHOLE, "list"),
+        ValueError,
+        "Grouping.layout must be one of",
+    ),
     "a leaf too few": (
         scopes.Grouping((scopes.Group(("a",), (0,)),), WHOLE, "vector"),
         ValueError,
-        "groups and axes for all 2 measured leaves",
+        "groups and axes for all 2 floating-point leaves",
     ),
     "axes too few": (
         scopes.Grouping((ONE,), WHOLE[:1], "vector"),
@@ -67,22 +75,22 @@ WRONG = {
     "an axis that is not there": (
         scopes.Grouping((ONE,), ((0, 1), (0,)), "vector"),
         ValueError,
-        "leaf 'x' (shape (3,), axes (0, 1)) must have the shape",
+        "leaf 'x' with shape (3,) and axes (0, 1), group ('a',) must have shape",
     ),
     "shape": (
         scopes.Grouping((ONE,), ((), (0,)), "vector"),
         ValueError,
-        "must have the shape (3,), got ()",
+        "must have shape (3,), but has shape ()",
     ),
     "names": (
         scopes.Grouping((scopes.Group(("a", "b"), (0, 1)),), WHOLE, "vector"),
         ValueError,
-        "must have 1 names",
+        "Group.names must have length 1",
     ),
     "two in a scalar": (
         scopes.Grouping((scopes.Group(("a",), (0,)), scopes.Group(("b",), (1,))), WHOLE, "scalar"),
         ValueError,
-        'with layout="scalar" must have one group, got 2',
+        'layout="scalar" must have exactly one group with shape (), but has groups with shapes [()',
     ),
 }
 

@@ -23,10 +23,10 @@ def test_clip_with_eps_returns_new_norm():
     [
         (lambda: responses.auto_s(np.inf), "gamma must be finite and at least 0, got inf"),
         (lambda: responses.clip_with_eps(-1), "eps must be finite and at least 0, got -1"),
-        (lambda: responses.band(2.0), "low must be from 0 to 1, got 2.0"),
+        (lambda: responses.band(2.0), "low must be between 0 and 1, got 2.0"),
         (
             lambda: responses.band(min_factor=2, max_factor=1),
-            "max_factor must be from 2 to inf, got 1",
+            "max_factor must be between 2 and inf, got 1",
         ),
     ],
 )

@@ -139,8 +139,8 @@ def test_stacked_layers_have_ordered_names():
     flat = flatten({"v": jnp.zeros(2), "w": jnp.zeros((2, 2))}, "params")
     for counts in ({"v": 0, "w": 2}, {"w": np.int32(2)}, lambda name, leaf: 2 * (name == "w")):
         assert _count_stacked_axes(counts, flat) == [0, 2]
-    for wrong, said in ((2, r"from 0 to 1 for leaf 'v' .* got 2"), (-1, "'v' .* got -1")):
+    for wrong, said in ((2, r"between 0 and 1 for leaf 'v' .* got 2"), (-1, "'v' .* got -1")):
         with pytest.raises(ValueError, match=f"^stacked must be an int .*{said}"):
             _count_stacked_axes(wrong, flat)
-    with pytest.raises(ValueError, match=r"from 0 to 2 for leaf 'w' .* got 1\.0"):
+    with pytest.raises(ValueError, match=r"between 0 and 2 for leaf 'w' .* got 1\.0"):
         _count_stacked_axes({"v": 0, "w": 1.0}, flat)

@@ -52,15 +52,15 @@ def test_stacked_dict_accepts_missing_branches():
 
 @pytest.mark.parametrize("wrong", [{"layer": 1}, {"layers": {"w": 1}}, {"layers": 1, "x": 0}])
 def test_stacked_dict_with_unknown_branch_raises(wrong):
-    with pytest.raises(ValueError, match=r"stacked must be a pytree prefix .* got the lea"):
+    with pytest.raises(ValueError, match=r"stacked must be a pytree prefix .* but has the lea"):
         names(wrong)
-    with pytest.raises(ValueError, match=r"from 0 to 2 for leaf 'layers/mlp' .* got 7"):
+    with pytest.raises(ValueError, match=r"between 0 and 2 for leaf 'layers/mlp' .* got 7"):
         names({"layers": {"mlp": 7}})
 
 
 SAID = (
-    r"stacked=1 makes 5006 groups, because it also applies to 'embedding' of shape \(5000, 2\); "
-    r"use a dict of branches, as in stacked=\{'layers': 1\}"
+    r"stacked=1 creates 5006 groups, because it also applies to leaf 'embedding' of shape "
+    r"\(5000, 2\); use a dict of branches, as in stacked=\{'layers': 1\}"
 )
 
 
@@ -73,7 +73,7 @@ def test_stacked_number_with_embedding_warns(scope):
     with pytest.warns(UserWarning, match=SAID):
         optaxclip.clip_by_block_rms(1.0, stacked=1).init(MODEL)
     two = {"a": jnp.zeros((3000, 1)), "b": jnp.zeros((3000, 1))}
-    with pytest.warns(UserWarning, match="stacked=1 makes 6000 groups"):
+    with pytest.warns(UserWarning, match="stacked=1 creates 6000 groups"):
         clip_by(scope(1), 1.0).init(two)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -172,7 +172,8 @@ def test_lost_names_error_restores_names():
     with jax.numpy_dtype_promotion("standard"):
         _, state = jax.jit(tx.update)(GRADS, state, PARAMS)
     line = (
-        r"restore the names by state = (jax.tree.map\(lambda _, x: x, tx.init\(params\), state\))$"
+        r"restore the names with state = "
+        r"(jax.tree.map\(lambda _, x: x, tx.init\(params\), state\))$"
     )
     with pytest.raises(ValueError, match=line) as error:
         monitor.bad_leaves(state)
@@ -188,7 +189,7 @@ def test_missing_or_unknown_groups_require_names():
     mapped = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
     with pytest.raises(ValueError, match="state must have the names of its 3 groups"):
         tx.update(GRADS | {"v": None}, mapped)
-    with pytest.raises(ValueError, match=r"passed to init, got the new groups \['u'\]"):
+    with pytest.raises(ValueError, match=r"passed to init, but also has the groups \['u'\]"):
         tx.update(GRADS | {"u": jnp.ones(1)}, tx.init(PARAMS))
 
 

@@ -187,7 +187,9 @@ def test_a_number_alone_is_no_threshold_of_what_finds_its_own(name):
         make(1.0)
     takes_cap = "max_norm" in inspect.signature(make).parameters
     assert ("or max_norm=1.0 for an upper bound" in str(raised.value)) == takes_cap
-    with pytest.raises(TypeError, match=r"accepts only keyword arguments, got 1\.0; pass by name"):
+    with pytest.raises(
+        TypeError, match=r"accepts only keyword arguments, got 1\.0; pass .* by name"
+    ):
         optaxclip.clip_by_second_moment(1.0)
 
 
@@ -226,7 +228,7 @@ WHOLE = {"a": jnp.arange(3), "b": np.array([True])}
 )
 def test_tree_without_float_leaves_warns(clip):
     with pytest.warns(
-        UserWarning, match="must have floating-point leaves to be clipped, got .* 'int32'"
+        UserWarning, match="has no floating-point leaves to clip, only .* 'int32'"
     ) as warned:
         clip(WHOLE)
     assert warned[0].filename == __file__

@@ -17,7 +17,7 @@ def test_update_rejects_state_as_gradients(name):
         pytest.skip("the table wraps its update")
     tx = METHODS[name].make()
     state = tx.init(PARAMS)
-    said = r"updates must be gradients, got a \w+State; call update\(grads, "
+    said = r"updates must be gradients, got a state of type \w+State; call update\(grads, "
     with pytest.raises(ValueError, match=said):
         tx.update(state, GRADS, PARAMS)
     with pytest.raises(ValueError, match=said):
@@ -34,7 +34,7 @@ def test_update_rejects_state_of_other_transformation():
 
 def test_init_rejects_non_array_leaves():
     wrong = {"w": "text"}
-    said = "must be a pytree of arrays, got the leaf 'w' = 'text' of type str"
+    said = "must be a pytree of arrays, but leaf 'w' is 'text' of type str"
     for name, method in METHODS.items():
         if name != "clip_attention_logits":  # which the table wraps
             with pytest.raises(TypeError, match=rf"^params {said}"):
@@ -50,7 +50,9 @@ def test_update_of_wrappers_rejects_swapped_arguments():
     made += [optaxclip.scale_loss(optax.sgd(0.1)), monitor.events(optaxclip.clip_by_norm(1.0))]
     params = {"w": jnp.ones((2, 3))}
     for tx in made:
-        with pytest.raises(ValueError, match=r"updates must be gradients, got a \w+; call update"):
+        with pytest.raises(
+            ValueError, match=r"updates must be gradients, got a state of type \w+; call update"
+        ):
             tx.update(tx.init(params), params, params)
 
 

@@ -245,7 +245,7 @@ ERRORS = {
     ),
     "other params": (
         {"params": {"query": LAYER["query"]}},
-        r"a leaf 'key' of shape \(1, 2, 2\) to match the updates, got no such leaf",
+        r"leaf 'key' of params must have shape \(1, 2, 2\) as in the updates, but is missing",
     ),
     "no place": (
         {"logits": {"body/0": FIRST}},
@@ -255,7 +255,7 @@ ERRORS = {
         {"logits": jnp.ones((3, 2))},
         r"shape \(2,\).*'key', got \(3, 2\); return None from heads for",
     ),
-    "integers": ({"logits": jnp.arange(2)}, "max_logits must have floating-point leaves"),
+    "integers": ({"logits": jnp.arange(2)}, "of max_logits must have a floating-point dtype"),
     "complex": ({"logits": jnp.ones(2, complex)}, "max_logits must be real-valued arrays"),
     "tau": ({"tau": -1.0}, "tau must not be negative"),
     "no function": ({"heads": "query"}, "heads must be a function"),
@@ -323,7 +323,7 @@ def test_clip_attention_logits_errors_explain_remedy(case):
 
 
 def test_clip_attention_logits_rejects_state_as_updates():
-    said = "updates must be gradients, got a ClipState; call update"
+    said = "updates must be gradients, got a state of type ClipState; call update"
     with pytest.raises(ValueError, match=f"^clip_attention_logits: {said}"):
         CLIP.update(CLIP.init(PARAMS), PARAMS, PARAMS)
 

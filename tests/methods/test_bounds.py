@@ -77,7 +77,8 @@ def test_clip_by_value_schedule_requires_state(bounds):
     ):
         optaxclip.clip_by_value(*bounds, record=False)
     with pytest.raises(
-        ValueError, match=r"^clip_by_value: state must be the state of the previous step, got None"
+        ValueError,
+        match=r"^clip_by_value: state must be the state from the previous step, got None",
     ):
         optaxclip.clip_by_value(*bounds).update(jnp.ones(2), None)
 

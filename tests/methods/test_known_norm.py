@@ -66,7 +66,7 @@ def test_multi_steps_ignores_norm_of_single_microbatch():
 def test_known_norm_rejects_group_norms_and_mask():
     by_leaf = optaxclip.clip_by(scopes.leaf(), 1.0, known_norm="grad_norm")
     with pytest.raises(
-        ValueError, match=r"must be None for scopes with several groups, got .* scopes\.tree"
+        ValueError, match=r"'grad_norm' cannot be combined with a scope that has .* scopes\.tree"
     ):
         by_leaf.update(GRADS, by_leaf.init(GRADS), grad_norm=50.0)
     with pytest.raises(

@@ -100,7 +100,7 @@ def test_muon_labels_reject_invalid_dimension_numbers():
     mask = {"mlp": {"w": True, "b": False}, "layers": True, "embedding": False, "scale": False}
     for wrong in (mask, lambda params: "muon"):
         with pytest.raises(
-            ValueError, match=r"MuonDimensionNumbers or None as leaves, .*: got (False|'m)"
+            ValueError, match=r"MuonDimensionNumbers or None, .*: (False|'muon') is neither"
         ):
             scopes.muon_labels(wrong)(PARAMS)
 

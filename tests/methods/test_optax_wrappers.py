@@ -99,7 +99,7 @@ def is_quick(case):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:updates must have floating-point leaves")
+@pytest.mark.filterwarnings("ignore:updates has no floating-point leaves")
 @pytest.mark.parametrize("file", slow_unless(lambda file: file not in LENGTHY, BEFORE))
 def test_clip_before_optimizers_passes_optax_wrapper_tests(file):
     assert not problems_of_file(file, is_quick, **with_before(remembering, BEFORE[file]))
@@ -107,7 +107,7 @@ def test_clip_before_optimizers_passes_optax_wrapper_tests(file):
 
 @pytest.mark.slow
 @pytest.mark.trainers
-@pytest.mark.filterwarnings("ignore:updates must have floating-point leaves")
+@pytest.mark.filterwarnings("ignore:updates has no floating-point leaves")
 @pytest.mark.parametrize("stage", [remembering, of_the_norm])
 @pytest.mark.parametrize("file", BEFORE | LONG)
 def test_clip_before_optimizers_passes_long_optax_tests(file, stage):

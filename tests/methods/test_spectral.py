@@ -341,7 +341,7 @@ def test_clip_by_spectral_norm_rejects_matrix_shards():
         match=r"must not be sharded .*, but is sharded along .*; gather it with jax.lax.all_gather",
     ):
         inside(P("a"), True)
-    with pytest.raises(ValueError, match="specs or axis_name must be set inside pmap"):
+    with pytest.raises(ValueError, match="specs or axis_name is required inside pmap"):
         inside(P(), False)
     assert inside(P(), True).shape == x.shape
 

@@ -341,7 +341,7 @@ def test_dtype_fit_of_float64_needs_no_scale(dtype):
         ("float17", ValueError, "dtype must be the name of a numeric dtype.*'float17'"),
         (jnp.int8, ValueError, "dtype must be a real floating-point dtype.*int8"),
         (jnp.complex64, ValueError, "dtype must be a real floating-point dtype.*complex64"),
-        (jnp.float8_e8m0fnu, ValueError, "dtype must be a dtype with a sign and 0"),
+        (jnp.float8_e8m0fnu, ValueError, "dtype must be signed and able to represent zero"),
     ],
 )
 def test_dtype_fit_refuses_other_types(dtype, error, message):

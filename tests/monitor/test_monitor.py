@@ -297,7 +297,8 @@ def test_record_passes_updates_through():
     sharded = jax.device_put(GRADS, jax.NamedSharding(mesh, jax.P("x")))
     assert monitor.history(after(tx, sharded, sharded)).shape == (2, 2)
     with pytest.raises(
-        ValueError, match=r"record: updates must have the groups .*, got the new groups \['v'\]"
+        ValueError,
+        match=r"record: updates must have the groups .*, but also has the groups \['v'\]",
     ):
         tx.update(GRADS | {"v": jnp.ones(1)}, state)
     for window in (0, -1, 2.0, None):

@@ -76,5 +76,5 @@ def test_record_ratio_requires_params():
         match=r"moves: params are required .*\['ratio'\]; call update\(updates, state, params\)",
     ):
         tx.update(UPDATES, tx.init(PARAMS))
-    with pytest.raises(ValueError, match=r"moves: params must have a leaf 'w' .*got no such leaf"):
+    with pytest.raises(ValueError, match=r"moves: leaf 'w' of params must have .*but is missing"):
         tx.update(UPDATES, tx.init(PARAMS), {"b": PARAMS["b"], "v": PARAMS["v"]})

@@ -36,14 +36,14 @@ def test_param_statistics_require_params():
             ValueError, match=rf"^record: params are required .* statistics \['{stat}'\]; call"
         ):
             monitor.record(3, stats=stat).update(GRADS, monitor.record(3, stats=stat).init(PARAMS))
-    with pytest.raises(ValueError, match=r"mine: params must have a leaf 'head' of shape"):
+    with pytest.raises(ValueError, match=r"mine: leaf 'head' of params must have shape"):
         tx.update(GRADS, tx.init(PARAMS), {"body": PARAMS["body"]})
 
 
 def test_record_rejects_state_of_other_record():
     state = monitor.record(3, stats="max").init(PARAMS)
-    said = re.escape("must contain the statistics ['norm'], got ['max']; pass a new state for")
-    with pytest.raises(ValueError, match=f"^record: .*{said}"):
+    said = re.escape("statistics ['norm'], got ['max']; initialize a new state for this stage")
+    with pytest.raises(ValueError, match=f"^record: .* must contain the {said}"):
         monitor.record(3).update(GRADS, state)
 
 

@@ -116,6 +116,6 @@ def test_per_example_optax_functions_sum_in_wide_dtype(dtype):
 @pytest.mark.parametrize("leaf", [jnp.ones((2, 3), bool), jax.random.split(jax.random.key(0))])
 def test_per_example_optax_functions_reject_non_numbers(leaf):
     with pytest.raises(
-        TypeError, match="grads must have floating-point leaves, got the leaf '0' of"
+        TypeError, match="leaf '0' of grads must have a floating-point dtype, but has"
     ):
         optaxclip.per_example_global_norm_clip([leaf], 1.0)  # which measures integers

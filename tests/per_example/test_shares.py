@@ -60,5 +60,5 @@ def test_a_response_above_the_threshold_is_brought_to_it():
 
 def test_per_example_optax_functions_reject_sparse_leaves():
     rows = sparse.BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
-    with pytest.raises(TypeError, match="grads must be dense"):
+    with pytest.raises(TypeError, match="leaf 'w' of grads must be dense"):
         optaxclip.per_example_global_norm_clip({"w": rows}, 1.0)

@@ -249,7 +249,7 @@ def test_ghost_rejects_transforms_and_several_groups_per_leaf():
 
 
 def test_invalid_per_example_losses_raise():
-    with pytest.raises(TypeError, match="must return a real float"):
+    with pytest.raises(TypeError, match="must return a floating-point scalar, but"):
         per_example.explain(lambda params, x: jnp.argmax(x @ params["w"]), PARAMS, X)
     for make in (per_example.grad_norms, lambda loss: per_example.clipped_grad(loss, 1.0)):
         with pytest.raises(ValueError, match="must return a scalar"):
