@@ -108,16 +108,7 @@ def scale_and_round(
     cpu_kernel = custom_jvp()(functools.partial(kernels.scale_bfloat16_on_cpu, strict=strict))
     # Operations on bits have no derivative, so the derivative of the default kernel is used.
     cpu_kernel.defjvp(functools.partial(jax.jvp, default_kernel))
-
-    def tpu_kernel(x: Array, power: Array, ratio: Array) -> Array:
-        # The first product is exact, because bfloat16 has the exponents of float32 and TPUs have
-        # no subnormal numbers. After two products in float32, XLA keeps no leaf in VMEM between
-        # the norm and the update (as of JAX 0.10.2).
-        return default_kernel(multiply(x, power.astype(x.dtype)), lax.full_like(power, 1), ratio)
-
-    return lax.platform_dependent(
-        x, power, ratio, cpu=cpu_kernel, tpu=tpu_kernel, default=default_kernel
-    )
+    return lax.platform_dependent(x, power, ratio, cpu=cpu_kernel, default=default_kernel)
 
 
 def select_keep_subnormals(flag: Array, x: Array, y: Array) -> Array:

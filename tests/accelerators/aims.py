@@ -36,9 +36,9 @@ MORE_MOVED, MOVED_BY_AGC, MORE_IN_FAST_MEMORY, MOVED_BY_ALL = 0.02, 2.05, 0.35, 
 MORE_TEMPORARY = 0.01
 MOVED_BY_AGC_OF_CONVOLUTIONS, MOVED_BY_AGC_OF_COLUMNS = 2.35, 2.15
 MOVED_BY_AGC_OF_LAYERS, MOVED_BY_AGC_OF_LAYERS_ON_TPU = 2.1, 1.8
-# Actual bounds of missed aims. AGC needs extra kernels and memory to record the worst units (the
-# aim was 4 kernels).
-MOVED_BY_AGC_BFLOAT16 = 2.1
+# Actual bounds of missed aims. Optax keeps bfloat16 norms in the fast memory of TPUs. AGC needs
+# extra kernels and memory to record the worst units (the aim was 4 kernels).
+MORE_MOVED_BY_TPU_BFLOAT16, MOVED_BY_AGC_BFLOAT16 = 0.07, 2.1
 MORE_TEMPORARY_OF_AGC, KERNELS_OF_AGC = 0.011, 16
 # Ratio to the bytes of the plain gradient, for the ghost method. With materialized per-example
 # gradients, the ratios are 1.8, 2.46 and 2.08.
@@ -78,10 +78,12 @@ def assert_histogram_reads_once(device: str, mesh: str) -> None:
     assert {*+counting.collectives} <= {"all-reduce"}
 
 
-def assert_overhead_matches_optax(method: str, dtype: str, ours: Any, theirs: Any) -> None:
+def assert_overhead_matches_optax(
+    method: str, dtype: str, ours: Any, theirs: Any, more_moved: float = MORE_MOVED
+) -> None:
     """Checks that a method moves and allocates about as many bytes as Optax without branches."""
     least = MOVED_BY_AGC_BFLOAT16 if dtype == "bfloat16" else MOVED_BY_AGC
-    assert ours.moved <= max(theirs.moved + MORE_MOVED, least if method == "agc" else 0)
+    assert ours.moved <= max(theirs.moved + more_moved, least if method == "agc" else 0)
     more = MORE_TEMPORARY_OF_AGC if method == "agc" else MORE_TEMPORARY
     assert ours.temporary <= theirs.temporary + more
     assert_no_branch(ours)

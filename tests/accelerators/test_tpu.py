@@ -10,9 +10,11 @@ V5E = "v5e"
 
 @pytest.mark.parametrize(("dtype", "method"), aims.EACH_ON_TPU)
 def test_clips_move_few_more_bytes_than_optax(both, dtype, method):
+    is_narrow = dtype == "bfloat16"
+    more = aims.MORE_MOVED_BY_TPU_BFLOAT16 if is_narrow else aims.MORE_MOVED
     # The bytes of AGC are also compared with the gradients, and of other methods only with Optax.
     steps = both(V5E, dtype=dtype, method=method, whole=method != "agc")
-    aims.assert_overhead_matches_optax(method, dtype, *steps)
+    aims.assert_overhead_matches_optax(method, dtype, *steps, more_moved=more)
 
 
 @pytest.mark.slow
