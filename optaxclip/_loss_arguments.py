@@ -120,8 +120,8 @@ def get_batch_size(flat: FlatTree, argument: str, hint: str = "") -> int:
         sizes[name] = np.shape(leaf)
     if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
         raise ValueError(
-            f"all leaves of {argument} must have a leading axis with the same number of examples, "
-            f"but have shapes {sizes}{hint}"
+            f"all leaves of {argument} must have a leading example axis of the same size, "
+            f"but their shapes are {sizes}{hint}"
         )
     return next(iter(sizes.values()))[0] if sizes else 0
 
@@ -219,7 +219,7 @@ def loss_and_aux(
 
 
 def describe_array(value: Any) -> str:
-    return f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"
+    return f"an array of shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"
 
 
 _NNX = """

@@ -305,7 +305,7 @@ def clip_cotangent(
         if unused:
             raise ValueError(
                 f"{', '.join(unused)} cannot be combined with "
-                f"clip_value={short_repr(clip_value)}; use clip_norm"
+                f"clip_value={short_repr(clip_value)}; use clip_norm instead"
             )
     results = []
     for leaf, back in zip(leaves, backs, strict=True):

@@ -468,5 +468,5 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[
     if rank in (4, 5):
         return tuple(range(rank - 1))
     raise ValueError(
-        f"leaf '{name}' has {rank} dimensions, but default axes exist only for up to 5; pass axis"
+        f"leaf '{name}' has {rank} dimensions, but axis has defaults only for up to 5; pass axis"
     )

@@ -63,7 +63,7 @@ def told(make=None, **extra):
 
 
 TYPE_ERRORS = {
-    r"lp\(\) got an unexpected keyword argument 'q'; use one of \['p'\]": lambda: (
+    r"lp\(\) got an unexpected keyword argument 'q'; it accepts \['p'\]": lambda: (
         optaxclip.norms.lp(q=2)
     ),
     "clip_norm must be a number or scalar array, got <function": lambda: ops.clip_by_norm(
@@ -100,17 +100,16 @@ TYPE_ERRORS = {
         optaxclip.zclip(), SGD
     ),
     r"threshold must .*; combine transformations in ": lambda: skip_above(optaxclip.zclip(), SGD),
-    r"skip_nonfinite\(\) requires \['inner'\]; call "
+    r"skip_nonfinite\(\) requires the arguments \['inner'\]; call "
     r"skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
-    r"requires \['threshold'\]; .* skip_above\(optax\.adam\(1e-3\), threshold\)": lambda: (
-        skip_above(1.0)
-    ),
-    r"^clip_by_global_norm\(\) requires \['max_norm'\]; call "
+    r"requires the arguments \['threshold'\]; .* skip_above\(optax\.adam\(1e-3\), "
+    r"threshold\)": lambda: skip_above(1.0),
+    r"^clip_by_global_norm\(\) requires the arguments \['max_norm'\]; call "
     r"clip_by_global_norm\(max_norm\)$": clip_by_global_norm,
-    r"^constant\(\) requires \['threshold'\]": thresholds.constant,
+    r"^constant\(\) requires the arguments \['threshold'\]": thresholds.constant,
     r"update\(\) requires a state; call tx\.update\(grads, "
     r"state, params\), .* tx\.init\(params\)": lambda: clip_by(LEAF, 1.0).update(ONE),
-    r"keyword argument 'foo'; use one of \['scope', 'threshold', ": lambda: clip_by(
+    r"keyword argument 'foo'; it accepts \['scope', 'threshold', ": lambda: clip_by(
         TREE, 1.0, foo=1
     ),
     r"argument 'respons'; did you mean 'response'\? \(accepted: \[": lambda: clip_by(
@@ -120,24 +119,22 @@ TYPE_ERRORS = {
     "'max_norm'; did you mean 'threshold'": lambda: optaxclip.clip_by_block_rms(max_norm=1.0),
     "'clip_value'; did you mean 'max_delta'": lambda: optaxclip.clip(clip_value=1.0),
     "'max_grad_norm'; did you mean 'threshold'": lambda: skip_above(SGD, max_grad_norm=1.0),
-    r"keyword argument 'stacked'; use one of \['lambda_rel'": lambda: optaxclip.adagc(stacked=1),
-    r"keyword argument 'debias'; use one of \['alpha', ": lambda: optaxclip.zclip(debias=True),
-    r"keyword argument 'inclusive'; use one of \['ratio', ": lambda: optaxclip.clip_by_ema_norm(
+    r"keyword argument 'stacked'; it accepts \['lambda_rel'": lambda: optaxclip.adagc(stacked=1),
+    r"keyword argument 'debias'; it accepts \['alpha', ": lambda: optaxclip.zclip(debias=True),
+    r"keyword argument 'inclusive'; it accepts \['ratio', ": lambda: optaxclip.clip_by_ema_norm(
         inclusive=True
     ),
     r"'scope'; use clip_by\(scope, threshold, .* \(accepted: \['max_norm'": lambda: (
         optaxclip.clip_by_norm(1.0, scope=1)
     ),
-    "must be a scope from optaxclip.scopes.* got 'leaf' of": lambda: clip_by("leaf", 1.0),
-    "must be a scope from optaxclip.scopes.* got 'leaf'": lambda: clip_tree(
-        GRADS, 1.0, scope="leaf"
-    ),
+    "must come from optaxclip.scopes.* got 'leaf' of": lambda: clip_by("leaf", 1.0),
+    "must come from optaxclip.scopes.* got 'leaf'": lambda: clip_tree(GRADS, 1.0, scope="leaf"),
     r"scope must .* call it, as in scopes\.leaf\(\)": lambda: clip_by(scopes.leaf, 1.0),
     r"from optaxclip\.scopes, got <function .* two arguments; .* scopes\.group\(fn\)": lambda: (
         clip_by(lambda path, leaf: "a", 1.0)
     ),
-    r"must return a scopes\.Grouping, but returned 'a' .*; use "
-    r"scopes\.group\(fn\) for .* labels": lambda: clip_by(lambda tree: "a", 1.0).init(ONE),
+    r"must return a scopes\.Grouping, but this one returned 'a' .*; if it returns labels, use "
+    r"scopes\.group\(fn\)": lambda: clip_by(lambda tree: "a", 1.0).init(ONE),
     "labels must be strings, got None for leaf 'b'": lambda: by_labels(lambda path, leaf: None),
     "norm must be a name .* got 2; pass norm='l2'": lambda: clip_by_global_norm(1.0, norm=2),
     "norm must be a name .* got inf; pass norm='linf'": lambda: clip_by_global_norm(
@@ -222,7 +219,9 @@ TYPE_ERRORS = {
 }
 VALUE_ERRORS = {
     "max_norm .* got -1.0; .* math.inf": lambda: clip_by_global_norm(-1.0),
-    r"shape \(2,\); pass a dict from group names": lambda: clip_by_global_norm(np.ones(2)),
+    r"shape \(2,\); pass a dict to set a threshold per group": lambda: clip_by_global_norm(
+        np.ones(2)
+    ),
     "^mine: params are required .*; call update": lambda: clip_tree(
         ONE, RELATIVE, scope=LEAF, name="mine"
     ),
@@ -248,7 +247,7 @@ VALUE_ERRORS = {
     "stacked must be a pytree prefix of the gradients": lambda: clip_by(
         scopes.leaf(stacked={"x": 1}), 1.0
     ).init(GRADS),
-    r"but also has the groups \['b'\]; put .* inside optax\.lookahead, .*lookahead\(optax": (
+    r"but also contains \['b'\]; put .* inside optax\.lookahead, .*lookahead\(optax": (
         outside_of_lookahead
     ),
     r"norm must be one of .* got 'L2'; did you mean 'l2'\?": lambda: clip_by_global_norm(
@@ -258,12 +257,14 @@ VALUE_ERRORS = {
         1.0, norm="inf"
     ),
     r"response must be one of .* got \['clip'\]": lambda: clip_by(TREE, 1.0, response=["clip"]),
-    r"alpha must be between 0 and 1, got 2\.5; use z_thresh for a": lambda: thresholds.zscore(2.5),
+    r"alpha must be between 0 and 1, got 2\.5; use z_thresh to pass a": lambda: thresholds.zscore(
+        2.5
+    ),
     r"decay must be between 0 and 1, got 1\.1; use ratio for a multiple": lambda: thresholds.ema(
         1.1
     ),
-    r"decay must be between 0 and 1, got 3\.0; use num_std for a": lambda: thresholds.log_tracker(
-        3.0
+    r"decay must be between 0 and 1, got 3\.0; use num_std to pass a": lambda: (
+        thresholds.log_tracker(3.0)
     ),
     "axis_name must name a mapped axis, got 'x'; wrap the call in pmap": lambda: ops.global_norm(
         ONE, axis_name="x"
@@ -313,7 +314,7 @@ VALUE_ERRORS = {
     "^adaptive_grad_clip: params are required .*; call update": lambda: AGC.update(
         ONE, AGC.init(ONE)
     ),
-    r"leaf 'b' of params must have shape \(1,\) .*\(3,\)": lambda: AGC.update(
+    r"leaf 'b' of params must have the shape of the update, \(1,\), .*\(3,\)": lambda: AGC.update(
         ONE, AGC.init(ONE), {"b": jnp.ones(3)}
     ),
     "labels must be a pytree prefix.* 'v'": lambda: scoped(scopes.group({"v": "a"})),
@@ -337,10 +338,10 @@ VALUE_ERRORS = {
     r"thresholds must be given for the groups \['tree'\], got \['a'\]": lambda: clip_tree(
         ONE, {"a": 1.0}, scope=TREE
     ),
-    r"clip_by: .* passed to init, but also has the groups \['b'\]": lambda: clip_by(
-        LEAF, 1.0
-    ).update(ONE, STATE(W)),
-    r"clip_by: .* but also has the groups \['b'\]; "
+    r"clip_by: .* passed to init, but also contains \['b'\]": lambda: clip_by(LEAF, 1.0).update(
+        ONE, STATE(W)
+    ),
+    r"clip_by: .* but also contains \['b'\]; "
     "initialize the state with all params": lambda: clip_by(LEAF, 1.0).update(ONE, STATE({})),
     r"^sparse leaf 'w' must form a single group, but .* \(0,\)": lambda: scoped(
         scopes.unit(), {"w": SPARSE}
@@ -364,7 +365,7 @@ VALUE_ERRORS = {
     "grad_norm is required .*; call update\\(grads": lambda: told(skip_above, grad_norm=None),
     "^grad_norm must be a scalar, ": lambda: told(skip_above, grad_norm=jnp.ones(2)),
     r"b1 must be at least 0 and below 1, got 1.0": lambda: stable(b1=1.0),
-    r"b1 must be below 1 after rounding to float32, got .*; use at most 0.99999994$": lambda: (
+    r"b1 must be below 1 after rounding to float32, got .*; use 0.99999994 or less$": lambda: (
         stable(b1=1 - 1e-9)
     ),
     "eps must not be negative": lambda: stable(eps=-1.0),

@@ -69,9 +69,13 @@ TYPE_ERRORS = {
     "clip must be the result of ema": lambda: made(clip=thresholds.ema),
     "compute_norms must be True or False": lambda: made(compute_norms=0),
     "axis_name must be a name": lambda: made(axis_name=3),
-    r"value_and_grad\(\) requires \['loss_fn', 'microbatch_size'\]": accumulate.value_and_grad,
+    r"value_and_grad\(\) requires the arguments \['loss_fn', 'microbatch_size'\]": (
+        accumulate.value_and_grad
+    ),
     "a real number, but returned None": lambda: called(W, X, weight=lambda x: None),
-    "a floating-point scalar, but returned shape": lambda: called(W, X, loss_fn=lambda w, x: 3),
+    "a floating-point scalar, but returned an array of shape": lambda: called(
+        W, X, loss_fn=lambda w, x: 3
+    ),
     "loss_fn must return a real scalar, not 'no'": lambda: called(W, X, loss_fn=lambda w, x: "no"),
     "loss_fn must return": lambda: called(W, X, loss_fn=lambda w, x: None),
     r"must return \(loss, aux\) with has_aux=True, not .*Tracer": lambda: called(
@@ -92,8 +96,8 @@ TYPE_ERRORS = {
     "^threshold must be a number or scalar array, got <function .* "
     "per_example_clip_and_aggregate": lambda: clip_sum(lambda count: 1.0),
     r"^threshold must be a number or scalar array, got "
-    r"QuantileThreshold\(.* the threshold for this step": lambda: per_example.clipped_grad(
-        dot, per_example.quantile_threshold()
+    r"QuantileThreshold\(.* the value of the threshold on this step": lambda: (
+        per_example.clipped_grad(dot, per_example.quantile_threshold())
     ),
     r"^threshold\['a'\] must be a number or scalar array, got <function": lambda: clip_sum(
         {"a": lambda count: 1.0}
@@ -105,11 +109,11 @@ TYPE_ERRORS = {
     r"threshold must be the result of quantile_threshold, .* per_example\.quantile_threshold\(\)": (
         lambda: AGGREGATE(per_example.quantile_threshold, 0.0)
     ),
-    "must be a scope from optaxclip.scopes.* got 'leaf'": lambda: clip_sum(1.0, scope="leaf"),
+    "must come from optaxclip.scopes.* got 'leaf'": lambda: clip_sum(1.0, scope="leaf"),
     r"scope must .* call it, as in scopes\.leaf\(\)": lambda: per_example.clipped_grad(
         dot, 1.0, scope=scopes.leaf
     ),
-    "must be a scope from optaxclip.scopes.* 0.0": lambda: AGGREGATE(1.0, 0.0, scope=0.0),
+    "must come from optaxclip.scopes.* 0.0": lambda: AGGREGATE(1.0, 0.0, scope=0.0),
     r"response must .* call it, as in responses\.band\(\)": lambda: clip_sum(
         1.0, response=responses.band
     ),
@@ -192,8 +196,8 @@ VALUE_ERRORS = {
     "the batch has no examples": lambda: called(W, X[:0]),
     "the batch has no examples; pass at least one example": lambda: called(W, {}),
     "batch_argnums must be distinct positions between 0 and 0": lambda: called(W),
-    r"leaves of the batch must have a leading axis .* \(\)": lambda: called(W, 3.0),
-    "^all leaves of the batch must have a leading axis": lambda: called(W, (X, X[:2])),
+    r"leaves of the batch must have a leading example axis .* \(\)": lambda: called(W, 3.0),
+    "^all leaves of the batch must have a leading example axis": lambda: called(W, (X, X[:2])),
     "batch_argnums must not be empty": lambda: called(W, X, batch_argnums=-2),
     r"or overlap argnums=\(0,\), got \(\) for a call with 1 argument\b": lambda: called(
         W, loss_fn=lambda w: w[0], batch_argnums=None
@@ -214,16 +218,18 @@ VALUE_ERRORS = {
     r"loss_fn must return a scalar, the mean.*shape \(2,\)": lambda: called(
         W, X, loss_fn=lambda w, x: x @ w
     ),
-    "clip must return a tree with the structure": lambda: called(
+    "clip must return a tree with the same structure": lambda: called(
         W, X, clip=optax.stateless(lambda updates, _: {"w": updates})
     ),
-    "clip must return a .* and floating-point leaves of the grad": lambda: called(
+    "clip must return a .* and floating-point leaves as the grad": lambda: called(
         {"v": W, "w": W}, X, loss_fn=lambda p, x: loss_fn(p["v"] + p["w"], x), clip=to_ints("w")
     ),
     "axis_name must name a mapped axis, got 'i'": lambda: called(W, X, axis_name="i"),
     r"threshold must be a scalar, got an array of shape \(2,\); "
-    r"pass a dict from group names": lambda: clip_sum(np.ones(2)),
-    r"one example, which has no.*but returned shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
+    r"pass a dict to set a threshold per group": lambda: clip_sum(np.ones(2)),
+    r"one example, which has no.*but returned an array of shape \(2,\)": lambda: grads_of(
+        lambda w, x: w * x
+    ),
     "must not be empty or overlap argnums=.* got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(
         jnp.ones(2)
     ),
@@ -232,7 +238,7 @@ VALUE_ERRORS = {
     "argnums must be distinct positions between 0 and 1": lambda: grads_of(dot, argnums=7),
     r"batch_argnums must not overlap argnums=0, got 0": lambda: grads_of(dot, batch_argnums=0),
     "batch_size must be at least 1, got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
-    "key is required for noise; pass a JAX PRNG key or an int seed": lambda: AGGREGATE(1.0, 1.0),
+    "key is required to add noise; pass a JAX PRNG key or an int seed": lambda: AGGREGATE(1.0, 1.0),
     "noise_multiplier must not be negative": lambda: AGGREGATE(1.0, -1.0),
     "threshold must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
     "reduction must be one of": lambda: AGGREGATE(1.0, 0.0, reduction="median"),
@@ -246,7 +252,7 @@ VALUE_ERRORS = {
     "key is required when count_noise is .*; pass": lambda: jax.jit(
         lambda x: quantile_threshold(count_noise=x).update(x, 3, 4, batch_size=4)
     )(1.0),
-    "^key is required for noise; pass .* seed, or pass noise_multiplier=0": lambda: AGGREGATE(
+    "^key is required to add noise; pass .* seed, or pass noise_multiplier=0": lambda: AGGREGATE(
         quantile_threshold(count_noise=1.0), 0.0
     ),
     "^noise_multiplier must": lambda: noisy(noise=-1.0),
@@ -256,7 +262,7 @@ VALUE_ERRORS = {
     "batch_size must .* got nan": lambda: noisy(size=np.nan),
     "key must be a single JAX PRNG key, got None; pass a new key": lambda: noisy(key=None),
     "relation must be one of": lambda: noisy(relation="neighbours"),
-    "result.bound is required for noise": lambda: noisy(bound=None),
+    "result.bound is required to add noise": lambda: noisy(bound=None),
     "result.bound must be finite to add noise, got inf": lambda: noisy(bound=np.inf),
     r"params are required if threshold is a dict; pass the": lambda: per_example.clipped_grad(
         dot, {"all": 2.0}
@@ -273,9 +279,9 @@ VALUE_ERRORS = {
     ),
     "^microbatch_size must be an int >= 1, got 0": lambda: grads_of(dot, microbatch_size=0),
     "threshold must not be negative or NaN, got -1.0": lambda: per_example.clipped_grad(dot, -1.0),
-    "leaves of the batch must have a leading axis": lambda: per_example.clipped_grad(dot, 1.0)(
-        W, X, X[:3]
-    ),
+    "leaves of the batch must have a leading example axis": lambda: per_example.clipped_grad(
+        dot, 1.0
+    )(W, X, X[:3]),
     "must be distinct positions between 0 and 1, got": lambda: grads_of(dot, batch_argnums=2),
     "method must be one of": lambda: per_example.grad_norms(dot, method="gost"),
 }

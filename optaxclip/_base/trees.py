@@ -289,8 +289,8 @@ def align_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
         if path not in by_path or jnp.shape(by_path[path]) != shape:
             found = f"has shape {jnp.shape(by_path[path])}" if path in by_path else "is missing"
             raise ValueError(
-                f"{name}: leaf '{leaf_name(path)}' of params must have shape {shape} as in the "
-                f"updates, but {found}; pass the params that belong to these updates"
+                f"{name}: leaf '{leaf_name(path)}' of params must have the shape of the "
+                f"update, {shape}, but {found}; pass the params that correspond to the updates"
             )
     return flat.replace_leaves([by_path[flat.paths[i]] for i in flat.inexact_indices])
 
@@ -364,8 +364,8 @@ class Grouping:
                     "optax.lookahead(optax.chain(clip, optimizer), 5, 0.5)"
                 )
             raise ValueError(
-                f"{name}: updates must have the groups of the params that were passed to init, "
-                f"but also has the groups {unknown}; {remedy}"
+                f"{name}: updates must contain only groups of the params passed to init, but also "
+                f"contains {unknown}; {remedy}"
             )
         # Groups without leaves, such as parameters without gradients, keep their state.
         with_shapes = zip(stored, stored.shapes or ((),) * size, strict=True)

@@ -56,8 +56,8 @@ def validate_call(
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 once = f"{one_shot_call} or " * bool(one_shot_call)
                 raise kind(
-                    f"{error}. {fn.__name__} returns a transformation. To clip gradients, use "
-                    f"{once}tx = {fn.__name__}(...) with tx.update(grads, state, params)"
+                    f"{error}. {fn.__name__} returns a transformation. To clip gradients, call "
+                    f"{once}tx.update(grads, state, params) with tx = {fn.__name__}(...)"
                 ) from None
 
         decorated: Any = call
@@ -100,7 +100,7 @@ def _check_call(
                 hint = f"; pass {replacements[keyword]}"
             elif keyword in ("scope", "response") and "name" in accepted:
                 hint = f"; use clip_by(scope, threshold, response=...) for a custom {keyword}"
-            hint = f"{hint} (accepted: {accepted})" if hint else f"; use one of {accepted}"
+            hint = f"{hint} (accepted: {accepted})" if hint else f"; it accepts {accepted}"
             raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{hint}")
     if len(args) > len(positional):
         raise TypeError(
@@ -117,7 +117,7 @@ def _check_call(
     hint = f"call {name}({', '.join(required)})"
     if "inner" in required:
         hint = f"call {name}({', '.join(['optax.adam(1e-3)', *required[1:]])})"
-    raise TypeError(f"{name}() requires {missing}; {hint}")
+    raise TypeError(f"{name}() requires the arguments {missing}; {hint}")
 
 
 def has_float_arrays(value: Any) -> bool:

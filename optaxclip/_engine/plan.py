@@ -172,7 +172,7 @@ def resolve_scope(scope: Scope) -> Scope:
     """Checks that a scope is a function that is not a factory, and wraps user-defined scopes."""
     if not callable(scope):
         raise TypeError(
-            f"scope must be a scope from optaxclip.scopes, got {scope!r:.80} of type "
+            f"scope must come from optaxclip.scopes, got {scope!r:.80} of type "
             f"{type(scope).__name__}; pass a scope, as in clip_by(scopes.leaf(), 1.0)"
         )
     check_called(scope, "optaxclip.scopes", "scope", "scopes")
@@ -181,7 +181,7 @@ def resolve_scope(scope: Scope) -> Scope:
         return scope
     if accepts_args(scope, "path", None) and not accepts_args(scope, "tree"):
         raise TypeError(
-            f"scope must be a scope from optaxclip.scopes, got {short_repr(scope)} with two "
+            f"scope must come from optaxclip.scopes, got {short_repr(scope)} with two "
             "arguments; use scopes.group(fn) for a function (path, leaf) -> label"
         )
     return _UserScope(scope)
@@ -201,8 +201,8 @@ def _check_grouping(grouping: Any, flat: FlatTree) -> Grouping:
     """Checks the result of a user-defined scope, and sorts the groups by their names."""
     if not isinstance(grouping, Grouping):
         raise TypeError(
-            f"a scope must return a scopes.Grouping, but returned {short_repr(grouping)} of type "
-            f"{type(grouping).__name__}; use scopes.group(fn) for a function that returns labels"
+            f"a scope must return a scopes.Grouping, but this one returned {short_repr(grouping)} "
+            f"of type {type(grouping).__name__}; if it returns labels, use scopes.group(fn)"
         )
     layouts = get_args(get_type_hints(Grouping)["layout"])
     if grouping.layout not in layouts:

@@ -278,7 +278,7 @@ class MicrobatchProcessor:
         flat = flatten(clipped, "updates")
         if flat.treedef != grads.treedef or flat.inexact_indices != grads.inexact_indices:
             raise ValueError(
-                "clip must return a tree with the structure and floating-point leaves of the "
+                "clip must return a tree with the same structure and floating-point leaves as the "
                 f"gradients, {grads.treedef}, but returned {flat.treedef}"
             )
         if not isinstance(self.clip, ThresholdRule):

@@ -50,7 +50,7 @@ def find_one_state(
     if len(fitting) == 1:
         return fitting[0]
     if not found:
-        raise ValueError(f"opt_state contains no {what}; insert monitor.{what}() into the chain")
+        raise ValueError(f"opt_state contains no {what}; add monitor.{what}() to the chain")
     names = [name_of(state) for state in found]
     if name is not None and not fitting:
         hint = did_you_mean(str(name), names)
@@ -59,7 +59,7 @@ def find_one_state(
     if len(set(names)) < len(names):
         remedy = f"create them with different names and {remedy}"
     raise ValueError(
-        f"name must match exactly one {what}, but {name!r} matches {len(fitting)} of {names}; "
+        f"name must match exactly one {what}, but {name=} matches {len(fitting)} of {names}; "
         f"{remedy}"
     )
 

@@ -95,7 +95,7 @@ class Histogram:
             return 0.0
         if threshold not in self.too_large:
             raise ValueError(
-                f"too_large must contain the overflow threshold of {dtype}, got "
+                f"the histogram has no count above the overflow threshold of {dtype}, only above "
                 f"{[*self.too_large]}; use a histogram from monitor.histograms"
             )
         return self.too_large[threshold] / max(int(self.counts.sum()), 1)

@@ -263,7 +263,7 @@ def _read_numbers(
     if top and not any(map(has_elements, found.values())):
         raise ValueError(
             f"top must be 0 unless a stage or record has several leaves or groups, got {top}; "
-            "insert monitor.record(scope=scopes.leaf()) into the chain"
+            "add monitor.record(scope=scopes.leaf()) to the chain"
         )
     # One transfer for all arrays, because transfers to the host wait for the device. The arrays can
     # also be in the memory of the host, for example with an offloaded optimizer state.

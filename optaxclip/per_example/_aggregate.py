@@ -208,7 +208,7 @@ def _check_key(key: Any, *, is_needed: bool) -> Array | None:
     if key is None:
         if is_needed:
             raise ValueError(
-                "key is required for noise; pass a JAX PRNG key or an int seed, or pass "
+                "key is required to add noise; pass a JAX PRNG key or an int seed, or pass "
                 "noise_multiplier=0 (under optax.inject_hyperparams, add "
                 'static_args=("noise_multiplier",))'
             )

@@ -91,7 +91,7 @@ def noisy_mean(
     if not is_zero(noise_multiplier):
         if result.bound is None:
             raise ValueError(
-                "result.bound is required for noise; pass the result of clipped_grad or clip_sum"
+                "result.bound is required to add noise; pass the result of clipped_grad or clip_sum"
             )
         factors = {"noise_multiplier": noise_multiplier, "result.bound": result.bound}
         for argument, number in factors.items():

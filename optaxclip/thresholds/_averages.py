@@ -141,7 +141,7 @@ def zscore(
     """
     option = check_choice(option, get_args(Option), "option")
     settings = _ZScoreSettings(
-        check_range(alpha, 0, 1, "alpha", "; use z_thresh for a number of standard deviations"),
+        check_range(alpha, 0, 1, "alpha", "; use z_thresh to pass a number of standard deviations"),
         check_minimum(z_thresh, 0, "z_thresh"),
         check_minimum(warmup_steps, 0, "warmup_steps"),
     )

@@ -66,7 +66,7 @@ def log_tracker(
       inf
     """
     settings = _TrackerSettings(
-        check_range(decay, 0, 1, "decay", "; use num_std for a number of standard deviations"),
+        check_range(decay, 0, 1, "decay", "; use num_std to pass a number of standard deviations"),
         check_minimum(num_std, 0, "num_std"),
         check_threshold_value(min_threshold, "min_threshold"),
     )

@@ -54,7 +54,7 @@ def check_threshold_value(
             f"{type(threshold).__name__}{hint if threshold is None else chain_hint(threshold)}"
         )
     if shape := getattr(threshold, "shape", ()):  # Python numbers have no shape
-        remedy = "; pass a dict from group names to thresholds, as in optaxclip.clip_by"
+        remedy = "; pass a dict to set a threshold per group, as in optaxclip.clip_by"
         raise ValueError(
             f"{argument} must be a scalar, got an array of shape {shape}"
             f"{remedy * (schedule or by_name)}"
@@ -91,8 +91,8 @@ def check_decay(decay: Any, argument: str) -> Any:
             raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
         if np.float32(decay) == 1:
             raise ValueError(
-                f"{argument} must be below 1 after rounding to float32, got {decay!r}; use at most "
-                "0.99999994"
+                f"{argument} must be below 1 after rounding to float32, got {decay!r}; use "
+                "0.99999994 or less"
             )
     return decay
 

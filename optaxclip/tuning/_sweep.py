@@ -156,7 +156,7 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
         )
     for shape in shapes:
         if not shape or shape[0] < steps:
-            raise ValueError(f"data must have at least {steps} steps, got a leaf of shape {shape}")
+            raise ValueError(f"leaves of data must have at least {steps} steps, got shape {shape}")
     return jax.tree.map(lambda x: jnp.asarray(x[:steps]), data)
 
 
@@ -169,8 +169,8 @@ def _check_step(step_fn: StepFn, state: PyTree, batch: PyTree) -> None:
     # The text contains the structure, the shapes and the dtypes.
     if str(before) != str(after):
         raise TypeError(
-            "step_fn must return a state with the same structure, shapes, and dtypes as its input, "
-            f"{before}, but returned {after}"
+            "step_fn must return a state with the same structure, shapes, and dtypes as its input "
+            f"({before}), but returned {after}"
         )
     if jnp.shape(loss) != () or jnp.ndim(norm) > 1:
         raise TypeError(

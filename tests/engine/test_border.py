@@ -124,7 +124,7 @@ def test_options_decorator_accepts_function_without_docstring():
     assert [*parameters] == ["window", "axis_name", "specs", "name"]
     assert [parameters[x].default for x in parameters] == [3, None, None, "made"]
     with pytest.raises(
-        TypeError, match=r"^made\(\) got an unexpected .*'strict'; use one of \['wi"
+        TypeError, match=r"^made\(\) got an unexpected .*'strict'; it accepts \['wi"
     ):
         made(strict=True)
 

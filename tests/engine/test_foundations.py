@@ -66,7 +66,7 @@ def test_gradient_arguments_extend_error_message():
     def make(*args):
         raise (TypeError if len(args) == 1 else ValueError)("wrong")
 
-    said = r"make returns a transformation\. To clip gradients, use once\(grads\) or tx = make\("
+    said = r"make returns a transformation\. To clip gradients, call once\(grads\) or tx\.update\("
     for given in ((grads,), (np.ones(1),)):
         with pytest.raises(TypeError, match=rf"^wrong\. {said}"):
             make(*given)
@@ -180,7 +180,7 @@ def test_align_with_state_restores_missing_groups():
         (
             StaticNames(("a",)),
             1,
-            r"updates must have the groups of the params .*, but also has the groups \['b'\]",
+            r"updates must contain only groups of the params .*, but also contains \['b'\]",
         ),
     ):
         with pytest.raises(ValueError, match=f"^mine: {said}"):

@@ -51,7 +51,11 @@ def test_custom_scope_isolates_nonfinite_group():
 
 ONE, WHOLE = scopes.Group(("a",), (0, 1)), ((0,), (0,))
 WRONG = {
-    "nothing": (None, TypeError, "a scope must return a scopes.Grouping, but returned None"),
+    "nothing": (
+        None,
+        TypeError,
+        "a scope must return a scopes.Grouping, but this one returned None",
+    ),
     "no group": (
         scopes.Grouping(("a",), WHOLE, "vector"),
         TypeError,

@@ -245,7 +245,7 @@ ERRORS = {
     ),
     "other params": (
         {"params": {"query": LAYER["query"]}},
-        r"leaf 'key' of params must have shape \(1, 2, 2\) as in the updates, but is missing",
+        r"leaf 'key' of params must have the shape of the update, \(1, 2, 2\), but is missing",
     ),
     "no place": (
         {"logits": {"body/0": FIRST}},

@@ -148,7 +148,7 @@ def test_noise_scale_keeps_state_structure():
         (
             lambda: monitor.noise_scale(1 - 1e-9),
             ValueError,
-            "below 1 after rounding to float32, got .*; use at most 0.99999994$",
+            "below 1 after rounding to float32, got .*; use 0.99999994 or less$",
         ),
         (lambda: monitor.noise_scale(-0.1), ValueError, "decay must be at least 0 .* got -0.1"),
         (lambda: monitor.noise_scale(1.5), ValueError, "decay must be .* below 1, got 1.5"),

@@ -132,7 +132,7 @@ def test_top_rejects_invalid_values():
     for function in (monitor.scalars, monitor.metrics):
         with pytest.raises(
             ValueError,
-            match=r"^top must be 0 unless .* got 3; insert monitor\.record\(scope=scopes",
+            match=r"^top must be 0 unless .* got 3; add monitor\.record\(scope=scopes",
         ):
             function(state, top=3)
         with pytest.raises(ValueError, match="top must be an int >= 0, got -1"):

@@ -298,7 +298,7 @@ def test_clip_cotangent_reports_leaf_to_checkify():
     checked = jax.jit(checkify.checkify(jax.grad(loss)))
     assert checked(jnp.ones(2), 1.0)[0].get() is None
     assert "clip_cotangent: " in (said := checked(jnp.ones(2), NAN)[0].get())
-    assert "in the leaves h" in said
+    assert "for the leaves h" in said
     every = checkify.float_checks | checkify.div_checks
     finite = jax.grad(lambda h: jnp.sum(clip_cotangent(h, clip_norm=1.0) * 0.0))
     assert jax.jit(checkify.checkify(finite, every))(jnp.ones(2))[0].get() is None

@@ -264,7 +264,7 @@ def test_clip_sum_handles_non_float_and_complex_leaves():
 @pytest.mark.parametrize("grads", [[jnp.ones(())], [jnp.ones((2, 1)), jnp.ones((3, 1))]])
 def test_per_example_functions_require_example_axis(grads):
     for function in (per_example.clip_sum, optaxclip.per_example_layer_norm_clip):
-        with pytest.raises(ValueError, match="a leading axis with the same number of examples"):
+        with pytest.raises(ValueError, match="a leading example axis of the same size"):
             function(grads, 1.0)
 
 
