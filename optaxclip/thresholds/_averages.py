@@ -44,7 +44,7 @@ def ema(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """Uses a multiple of the exponential moving average of past norms as the threshold.
+    """Sets the threshold to a multiple of the exponential moving average of past norms.
 
     The defaults match OLMo's clipping of individual parameters (allenai/OLMo,
     `max_grad_norm_ratio`). PDE-Transformer (tum-pbs/pde-transformer) uses
@@ -52,20 +52,20 @@ def ema(
     (apple/axlearn) uses `ema(0.99, 20.0, debias=True, record="accepted")`.
 
     Args:
-      decay: The decay rate of the moving average for the trigger, the norm above which to clip.
+      decay: The decay rate of the average for the trigger (the norm above which to clip).
       ratio: The multiple of this average at which clipping is triggered.
-      target_decay: The decay rate of the moving average for the target, the norm to which to clip.
-        Defaults to `decay`.
+      target_decay: The decay rate of the average for the target (the norm to clip to). Defaults to
+        `decay`.
       target_ratio: The multiple of this average to which norms are clipped. Defaults to `ratio`.
-      debias: If True, averages start at zero and are divided by the sum of their weights, as in
-        Adam. If False, they start at the first norm.
+      debias: If True, the averages start at zero and are bias-corrected, as in Adam. If False, they
+        are initialized to the first norm.
       skip_steps: The number of initial norms to ignore.
-      inclusive: If True, the averages include the current norm before clipping.
+      inclusive: If True, the averages for a step include the norm of this step.
       record: The norms to record. See `optaxclip.thresholds.adaptive` for all options below.
       warmup_steps: The number of norms to record before clipping begins.
       floor: A lower bound on thresholds. Norms below it are not recorded.
       patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
-      max_norm: The upper bound on thresholds. By default, there is no bound.
+      max_norm: An upper bound on thresholds. Defaults to no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -111,12 +111,12 @@ def zscore(
     patience: int | None = DEFAULT_PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> ThresholdRule:
-    """Sets thresholds a number of standard deviations above the moving mean, as in ZClip.
+    """Sets the threshold to some standard deviations above the moving mean, as in ZClip.
 
     Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507.
 
     Args:
-      alpha: The decay of the mean and the variance.
+      alpha: The decay rate of the moving mean and variance.
       z_thresh: The z-score above which a norm counts as a spike.
       warmup_steps: The number of norms to record before clipping begins. Their mean and variance
         initialize the moving averages.
@@ -128,7 +128,7 @@ def zscore(
       record: The norms to record. See `optaxclip.thresholds.adaptive` for all options below.
       floor: A lower bound on thresholds. Norms below it are not recorded.
       patience: After this many consecutive norms above the threshold, norms are recorded unclipped.
-      max_norm: An upper bound on thresholds, also during warmup. By default, there is no bound.
+      max_norm: An upper bound on thresholds, including during warmup. Defaults to no bound.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -164,17 +164,17 @@ def mean_over_rms(
     *,
     floor: float = DEFAULT_FLOOR,
 ) -> ThresholdRule:
-    """Uses the ratio of the norms' mean to their root mean square as the threshold.
+    """Sets the threshold to the ratio of the mean norm to the root mean square of the norms.
 
-    Both are debiased moving averages that include the current norm. The threshold is about 1, and
-    drops when the norm jumps. Use this rule with `response="normalize"`.
+    Both are debiased moving averages that include the current norm. The threshold is usually about
+    1, and drops when the norm spikes. Use this rule with `response="normalize"`.
 
     Source: Huang et al., 2025, AdaGN in Stable-SPAM (later GradientStabilizer), arXiv 2502.17055.
 
     Args:
-      mean_decay: The decay of the mean.
-      square_decay: The decay of the mean square.
-      eps: A number to add to the root mean square.
+      mean_decay: The decay rate of the moving mean.
+      square_decay: The decay rate of the moving mean of squares.
+      eps: A small constant to add to the root mean square.
       floor: A lower bound on thresholds. Norms below it are not recorded.
 
     Example:
@@ -206,7 +206,7 @@ class _EmaSettings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _TwoAverages:
-    """Base class for statistics with two averages per group, which start at zero."""
+    """Base class for statistics that keep two averages per group, both initialized to zero."""
 
     state_type: ClassVar[Callable[[Array, Array], Any]]
 
@@ -318,7 +318,7 @@ class _HistorySettings(NamedTuple):
 
 @register_state
 class _Averages(NamedTuple):
-    """The debiased float32 mean and root mean square of the norms."""
+    """The debiased mean and root mean square of the norms, in float32."""
 
     mean: Array
     rms: Array
@@ -333,7 +333,7 @@ class _MeanOverRms(_TwoAverages):
     ) -> _Averages:
         mean = lerp(state.mean, norm, ema_weight(settings.mean_decay, count, debias=True))
         weight = ema_weight(settings.square_decay, count, debias=True)
-        # Squares may overflow in float32, so average them without computing them.
+        # Squares may overflow in float32, so combine the root mean squares directly.
         rms = safe_hypot(safe_sqrt(1 - weight) * state.rms, safe_sqrt(weight) * norm)
         return _Averages(mean, rms)
 
@@ -348,7 +348,7 @@ class _MeanOverRms(_TwoAverages):
 
 
 def ema_weight(decay: Any, count: Array, debias: bool) -> Array:
-    """Returns the weight of a new value after `count` values. The first value has weight 1."""
+    """Returns the weight of the next value after `count` values. The first value has weight 1."""
     rest = 1 - cast_to_float32(decay)
     if not debias:
         return jnp.where(count == 0, 1, rest)
