@@ -45,8 +45,8 @@ class LossArguments(NamedTuple):
         batch = _check_positions(batch_argnums, count, "batch_argnums")
         if set(batch) & set(params) or not batch:
             raise ValueError(
-                f"batch_argnums must not be empty or overlap argnums={params}, got {batch} for a "
-                f"call with {count} argument{'s' * (count != 1)}"
+                f"batch_argnums must not be empty and must not overlap argnums={params}, got "
+                f"{batch} (the number of arguments is {count})"
             )
         return cls(args, params[0] if is_single else params, batch)
 
@@ -202,14 +202,14 @@ def loss_and_aux(
     """
     result = _call_loss(loss_fn, args, keywords)
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(f"loss_fn must return (loss, aux) with has_aux=True, not {result!r:.80}")
+        raise TypeError(f"loss_fn must return (loss, aux) if has_aux=True, not {result!r:.80}")
     value: Any = result[0] if has_aux else result
     if not is_real(value):
         hint = "; pass has_aux=True" if isinstance(value, tuple) else ""
         raise TypeError(f"loss_fn must return a real scalar, not {value!r:.80}{hint}")
     if jnp.shape(value) != ():
         raise ValueError(
-            f"loss_fn must return a scalar, {description}, but returned {describe_array(value)}"
+            f"loss_fn must return a scalar ({description}), but returned {describe_array(value)}"
         )
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise TypeError(

@@ -145,7 +145,7 @@ def as_norm(norm: str | Norm) -> Norm:
     text = str(float(norm) if is_real(norm) and np.ndim(norm) == 0 else norm).lower()
     similar = _FOREIGN_NAMES.get(text)
     if not isinstance(norm, str):
-        hint = f"; pass norm={repr(similar) if similar else f'norms.lp({norm!r})'}"
+        hint = f"; for this norm, pass norm={repr(similar) if similar else f'norms.lp({norm!r})'}"
         raise TypeError(
             f"norm must be a name or an optaxclip.norms.Norm, got {short_repr(norm)}"
             f"{hint * (is_real(norm) and bool(norm > 0))}"

@@ -352,8 +352,8 @@ def _check_order(tree: PyTree, *thresholds: Any) -> None:
     """Checks that the tree and the thresholds are not swapped."""
     if isinstance(tree, (int, float)) and any(map(has_float_arrays, thresholds)):
         raise TypeError(
-            f"tree must be the gradients, got {short_repr(tree)}, but the threshold has arrays; "
-            "pass the gradients first, as in clip_by_global_norm(grads, 1.0)"
+            f"tree must be the gradients, got {short_repr(tree)} and a threshold that contains "
+            "arrays; pass the gradients first, as in clip_by_global_norm(grads, 1.0)"
         )
 
 

@@ -268,7 +268,7 @@ def as_response(response: str | Response) -> Response:
         return response
     if not isinstance(response, str) or response not in _BY_NAME:
         raise ValueError(
-            f"response must be one of {sorted(_BY_NAME)} or a function (norm, trigger, target) -> "
-            f"new norm, got {response!r}"
+            f"response must be one of {sorted(_BY_NAME)} or a function that maps (norm, trigger, "
+            f"target) to the new norm, got {response!r}"
         )
     return _BY_NAME[response]

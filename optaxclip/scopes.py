@@ -442,7 +442,7 @@ def _normalize_axes(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[in
     reduced = tuple(sorted({axis % rank for axis in chosen}))
     if is_sparse(leaf) and len(reduced) < rank:
         raise ValueError(
-            f"axes must include all {rank} axes of sparse leaf '{name}', got {axes!r}; pass "
+            f"axes of sparse leaf '{name}' must include 0 to {rank - 1}, got {axes!r}; pass "
             "leaf.todense() to compute norms of slices"
         )
     return reduced

@@ -63,7 +63,9 @@ TYPE_ERRORS = {
     r"structure, shapes, and dtypes as its input \(.*\), but returned": lambda: swept(
         step=lambda p, _, __: ((p,), ZERO, ZERO)
     ),
-    r"scalar loss.* but returned shapes \(3,\)": lambda: swept(step=lambda p, _, __: (p, p, ZERO)),
+    r"scalar loss.* but returned arrays of shapes \(3,\)": lambda: swept(
+        step=lambda p, _, __: (p, p, ZERO)
+    ),
     r"scalar or one-dimensional norm, but .* shapes \(\) and \(1, 3\)": lambda: swept(
         step=lambda p, _, __: (p, p[0], p[None])
     ),
@@ -94,7 +96,7 @@ TYPE_ERRORS = {
     ),
     r"stats must be a name or a sequence of names, got None": lambda: monitor.record(stats=None),
     r"scope must come from optaxclip.scopes": lambda: monitor.record(scope="leaf"),
-    r"call it, as in scopes.leaf\(\)": lambda: monitor.record(scope=scopes.leaf),
+    r"use scopes.leaf\(\)": lambda: monitor.record(scope=scopes.leaf),
     r"'per_leaf'; pass scope=scopes.leaf\(\) ": lambda: monitor.record(per_leaf=True),
     "'ratio'; pass stats='ratio' ": lambda: monitor.record(ratio=True),
     "inner must be an Optax transformation": lambda: monitor.events(1000),
@@ -104,10 +106,10 @@ TYPE_ERRORS = {
     ),
 }
 VALUE_ERRORS = {
-    "thresholds must be a sequence of positive numbers": lambda: swept([]),
-    r"thresholds must be a sequence of positive numbers, got \[0\.0\]": lambda: swept([0.0]),
-    r"thresholds must be a sequence of positive numbers, got \[nan\]": lambda: swept([np.nan]),
-    "thresholds must be a sequence of positive numbers, got 1.0": lambda: tuning.sweep(
+    "thresholds must be one or more positive numbers": lambda: swept([]),
+    r"thresholds must be one or more positive numbers, got \[0\.0\]": lambda: swept([0.0]),
+    r"thresholds must be one or more positive numbers, got \[nan\]": lambda: swept([np.nan]),
+    "thresholds must be one or more positive numbers, got 1.0": lambda: tuning.sweep(
         init_fn, step_fn, 1.0, STEPS, key=0, data=DATA
     ),
     "steps must be an int >= 1, got 0": lambda: swept(steps=0),
@@ -159,20 +161,22 @@ VALUE_ERRORS = {
     r"max_lost_fraction must be in \[0, 1\), got 1": lambda: monitor.dtype_fit(
         (), max_lost_fraction=1
     ),
-    r"record: the ring buffer in state must have shape \(6,\), but has shape \(5,\)": lambda: (
+    r"record: the ring buffer in the state must have shape \(6,\), but has shape \(5,\)": lambda: (
         another_record({"window": 5}, {"window": 6})
     ),
-    r"ring buffer in state must have shape \(5,\), but has shape \(6,\)": lambda: another_record(
-        {"window": 6}, {"window": 5}
+    r"ring buffer in the state must have shape \(5,\), but has shape \(6,\)": lambda: (
+        another_record({"window": 6}, {"window": 5})
     ),
-    r"ring buffer in state must have shape \(4,\), but has shape \(3,\)": lambda: another_record(
-        {"window": 3, "loss": True}, {"window": 4, "loss": True}
+    r"ring buffer in the state must have shape \(4,\), but has shape \(3,\)": lambda: (
+        another_record({"window": 3, "loss": True}, {"window": 4, "loss": True})
     ),
-    r"ring buffer in state must have shape \(5,\), but has shape \(5, 3\)": lambda: another_record(
-        {"window": 5, "scope": scopes.leaf()}, {"window": 5}
+    r"ring buffer in the state must have shape \(5,\), but has shape \(5, 3\)": lambda: (
+        another_record({"window": 5, "scope": scopes.leaf()}, {"window": 5})
     ),
-    r"must have shape \(3, 2\), but has shape \(5, 2\); use the window": lambda: another_record(
-        {"window": 5, "stats": ("norm", "max")}, {"window": 3, "stats": ("norm", "max")}
+    r"must have shape \(3, 2\), but has shape \(5, 2\); use the same window": lambda: (
+        another_record(
+            {"window": 5, "stats": ("norm", "max")}, {"window": 3, "stats": ("norm", "max")}
+        )
     ),
     "arrays that were donated .*; use the state that this step returned": lambda: monitor.scalars(
         donated()

@@ -181,8 +181,8 @@ def copy_arrays(state: Any) -> Any:
 
 
 REINIT_HINT = (
-    "initialize a new state for this stage if the state is from another transformation, as in "
-    "opt_state = (tx.init(params)[0], *old_opt_state[1:]) for the first stage of a chain"
+    "initialize a new state if the state comes from another transformation (for the first stage of "
+    "a chain, opt_state = (tx.init(params)[0], *old_opt_state[1:]))"
 )
 
 

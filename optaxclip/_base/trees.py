@@ -237,9 +237,8 @@ def broadcast_prefix(
         broadcast = jax.tree.broadcast(value, positions)
     except ValueError:
         raise ValueError(
-            f"{argument} must be a pytree prefix of the gradients with "
-            f"{_summarize_tree(positions)}, but has {_summarize_tree(value)}; use a function "
-            "(path, leaf) -> value"
+            f"{argument} must be a pytree prefix of the gradients, {_summarize_tree(positions)}, "
+            f"but is {_summarize_tree(value)}; use a function that maps (path, leaf) to a value"
         ) from None
     values = jax.tree.leaves(broadcast)
     return [values[i] for i in flat.inexact_indices]
@@ -277,7 +276,7 @@ def _summarize_tree(tree: PyTree) -> str:
     """Describes a tree by its type and its first leaves."""
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     shown = f"{names[:4]}"[1:-1] + (", ..." if len(names) > 4 else "")
-    return f"the leaves {shown} ({type(tree).__name__})"
+    return f"a {type(tree).__name__} with the leaves {shown}"
 
 
 def align_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
@@ -392,8 +391,8 @@ def tree_scope(scope: Callable[[FlatTree], Grouping]) -> Callable[[FlatTree], Gr
     def scope_fn(flat: FlatTree) -> Grouping:
         if not isinstance(flat, FlatTree):
             raise TypeError(
-                f"a scope must be called with a tree, got {short_repr(flat)}; pass "
-                'static_args=("scope",) to optax.inject_hyperparams'
+                f"a scope must be called with a tree, got {short_repr(flat)}; with "
+                'optax.inject_hyperparams, pass static_args=("scope",)'
             )
         return scope(flat)
 

@@ -87,7 +87,7 @@ def _check_call(
     keyword_only = accepted[len(positional) :]
     # A number is probably a threshold, but methods with adaptive thresholds do not accept one.
     if args and not positional:
-        hint = f"pass {keyword_only} by name"
+        hint = f"pass {', '.join(keyword_only)} by name"
         value = args[0]
         if is_real(value) and "name" in accepted and "threshold" not in accepted:
             hint = f"use clip_by_global_norm({value!r}) for a constant threshold"
@@ -104,8 +104,8 @@ def _check_call(
             raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{hint}")
     if len(args) > len(positional):
         raise TypeError(
-            f"{name}() accepts only the positional arguments {positional}, got {len(args)} "
-            f"positional arguments; pass {keyword_only} by name{too_many_hint}"
+            f"{name}() takes only {', '.join(positional)} by position, got {len(args)} positional "
+            f"arguments; pass {', '.join(keyword_only)} by name{too_many_hint}"
         )
     # The remaining mistakes are missing arguments and arguments that are passed twice.
     required = [p.name for p in named if p.default is p.empty]
@@ -258,7 +258,7 @@ def check_called(value: Any, package: str, argument: str, namespace: str) -> Non
     if is_uncalled_factory(value, package):
         name = getattr(value, "__name__", "")
         raise TypeError(
-            f"{argument} must be the result of {name}, got {name} itself; call it, as in "
+            f"{argument} must be the result of calling {name}, got {name} itself; use "
             f"{namespace}.{name}()"
         )
 

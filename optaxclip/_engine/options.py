@@ -138,7 +138,7 @@ class Options:
         known_norm = chosen["known_norm"]
         if known_norm is not None and not isinstance(known_norm, str):
             raise TypeError(
-                f"known_norm must name an extra keyword argument of `update`, got {known_norm!r}"
+                f"known_norm must be the name of an extra argument of update, got {known_norm!r}"
             )
         if known_norm is not None and chosen["nonfinite"] == "mask":
             raise ValueError(

@@ -181,8 +181,8 @@ def resolve_scope(scope: Scope) -> Scope:
         return scope
     if accepts_args(scope, "path", None) and not accepts_args(scope, "tree"):
         raise TypeError(
-            f"scope must come from optaxclip.scopes, got {short_repr(scope)} with two "
-            "arguments; use scopes.group(fn) for a function (path, leaf) -> label"
+            f"scope must come from optaxclip.scopes, got {short_repr(scope)}, which takes two "
+            "arguments; if it maps (path, leaf) to a label, use scopes.group(fn)"
         )
     return _UserScope(scope)
 

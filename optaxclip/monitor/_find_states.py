@@ -198,9 +198,9 @@ def names_lost_error(what: str) -> ValueError:
 def check_ring_buffer(ring: Any, shape: tuple[int, ...], name: str) -> None:
     if unbox(ring).shape != shape:
         raise ValueError(
-            f"{name}: the ring buffer in state must have shape {shape}, but has shape "
-            f"{unbox(ring).shape}; use the window, scope, and stages with which the state was "
-            f"initialized, or {REINIT_HINT}"
+            f"{name}: the ring buffer in the state must have shape {shape}, but has shape "
+            f"{unbox(ring).shape}; use the same window, scope, and stages as in init, or "
+            f"{REINIT_HINT}"
         )
 
 

@@ -141,7 +141,7 @@ def _check_random_bits(program: Any, depends: Sequence[bool]) -> list[bool]:
             kinds = {"key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
             kind = kinds.get(key_dtype, "lax.rng_bit_generator")
             raise ValueError(
-                f"per-example PRNG keys must generate independent bits under vmap, but {kind!r} "
+                f"PRNG keys must generate independent bits per example under vmap, but {kind!r} "
                 "derives all bits from the first key; use jax.random.key(seed, impl='threefry2x32')"
             )
         outputs = [True] * len(eqn.outvars)

@@ -173,7 +173,7 @@ def remove_floor(rule: ThresholdRule, argument: str) -> ThresholdRule:
     static, options, settings = rule.update.args
     if not getattr(static.statistic, "any_sign", False):
         raise ValueError(
-            f"{argument} must allow negative numbers, but the rule {static.rule.names[0]} does "
+            f"{argument} must support negative losses, but the rule {static.rule.names[0]} does "
             "not; use a number, or a rule such as thresholds.window or thresholds.zscore"
         )
     static = dataclasses.replace(static, has_floor=False)

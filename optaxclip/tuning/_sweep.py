@@ -116,7 +116,7 @@ def sweep(
     """
     values = np.asarray(thresholds, np.float32)
     if values.ndim != 1 or not values.size or not (values > 0).all():
-        raise ValueError(f"thresholds must be a sequence of positive numbers, got {thresholds!r}")
+        raise ValueError(f"thresholds must be one or more positive numbers, got {thresholds!r}")
     values = np.unique(values)
     steps = check_int(steps, 1, "steps")
     data = _check_data(data, steps)
@@ -175,7 +175,7 @@ def _check_step(step_fn: StepFn, state: PyTree, batch: PyTree) -> None:
     if jnp.shape(loss) != () or jnp.ndim(norm) > 1:
         raise TypeError(
             "step_fn must return a scalar loss and a scalar or one-dimensional norm, but returned "
-            f"shapes {jnp.shape(loss)} and {jnp.shape(norm)}"
+            f"arrays of shapes {jnp.shape(loss)} and {jnp.shape(norm)}"
         )
 
 

@@ -52,7 +52,10 @@ def test_stacked_dict_accepts_missing_branches():
 
 @pytest.mark.parametrize("wrong", [{"layer": 1}, {"layers": {"w": 1}}, {"layers": 1, "x": 0}])
 def test_stacked_dict_with_unknown_branch_raises(wrong):
-    with pytest.raises(ValueError, match=r"stacked must be a pytree prefix .* but has the lea"):
+    with pytest.raises(
+        ValueError,
+        match=r"stacked must be a pytree prefix .* with the lea.* but is a dict with the lea",
+    ):
         names(wrong)
     with pytest.raises(ValueError, match=r"between 0 and 2 for leaf 'layers/mlp' .* got 7"):
         names({"layers": {"mlp": 7}})

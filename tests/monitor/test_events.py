@@ -329,7 +329,7 @@ def test_events_without_recorded_clip_raise(case):
 
 def test_events_reject_foreign_state_and_unknown_stat():
     tx, state = monitor.events(clip()), monitor.events(clip(), 5).init(PARAMS)
-    said = re.escape("must have shape (1000, 1, 3), but has shape (5, 1, 3); use the window")
+    said = re.escape("must have shape (1000, 1, 3), but has shape (5, 1, 3); use the same window")
     with pytest.raises(ValueError, match=said):
         tx.update(STEPS[0], state)
     with pytest.raises(ValueError, match="to add events to a running optimizer"):

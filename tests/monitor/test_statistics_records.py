@@ -42,7 +42,7 @@ def test_param_statistics_require_params():
 
 def test_record_rejects_state_of_other_record():
     state = monitor.record(3, stats="max").init(PARAMS)
-    said = re.escape("statistics ['norm'], got ['max']; initialize a new state for this stage")
+    said = re.escape("statistics ['norm'], got ['max']; initialize a new state if the state comes")
     with pytest.raises(ValueError, match=f"^record: .* must contain the {said}"):
         monitor.record(3).update(GRADS, state)
 
