@@ -213,7 +213,7 @@ def loss_and_aux(
         )
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise TypeError(
-            f"loss_fn must return a floating-point scalar, but returned {describe_array(value)}"
+            f"loss_fn must return a floating-point scalar, but returned {jnp.result_type(value)}"
         )
     return jnp.asarray(value), result[1] if has_aux else None  # []
 

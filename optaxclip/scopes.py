@@ -373,8 +373,8 @@ def _group_by_leaf(
         # The stored elements of a sparse array cannot be sliced along an axis.
         if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
             raise ValueError(
-                f"sparse leaf '{name}' must form a single group, but has norms over axes "
-                f"{reduced}; use scopes.leaf()"
+                f"sparse leaf '{name}' must form a single group, but the scope computes norms "
+                f"over axes {reduced}; use scopes.leaf()"
             )
         # The norms of a leaf have the shape of its remaining axes.
         shape = tuple(size for axis, size in enumerate(shapes[i]) if axis not in reduced)
@@ -442,8 +442,8 @@ def _normalize_axes(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[in
     reduced = tuple(sorted({axis % rank for axis in chosen}))
     if is_sparse(leaf) and len(reduced) < rank:
         raise ValueError(
-            f"axes of sparse leaf '{name}' must include 0 to {rank - 1}, got {axes!r}; pass "
-            "leaf.todense() to compute norms of slices"
+            f"sparse leaf '{name}' requires axes 0 to {rank - 1}, got {axes!r}; pass "
+            "leaf.todense() to compute norms over some of its axes"
         )
     return reduced
 
@@ -468,5 +468,6 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_shard: bool) -> tuple[
     if rank in (4, 5):
         return tuple(range(rank - 1))
     raise ValueError(
-        f"leaf '{name}' has {rank} dimensions, but axis has defaults only for up to 5; pass axis"
+        f"leaf '{name}' has {rank} dimensions, but default axes are defined only for up to 5 "
+        "dimensions; pass axis"
     )

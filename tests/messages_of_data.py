@@ -113,8 +113,8 @@ VALUE_ERRORS = {
         init_fn, step_fn, 1.0, STEPS, key=0, data=DATA
     ),
     "steps must be an int >= 1, got 0": lambda: swept(steps=0),
-    r"at least 60 steps, got shape \(\)": lambda: swept(data=[DATA, 1.0]),
-    r"at least 61 steps, got shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
+    r"leading axis of 60 steps, got shape \(\)": lambda: swept(data=[DATA, 1.0]),
+    r"leading axis of 61 steps, got shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
     r"at least one array whose leading axis .* got None.*np\.arange\(60\)": lambda: swept(
         data=None
     ),
@@ -129,7 +129,7 @@ VALUE_ERRORS = {
     r"names to hist": lambda: monitor.history(
         of_several(monitor.record(2), monitor.events(optaxclip.clip_by_norm(1.0)))
     ),
-    r"name='record' matches 2 of \['record', 'record'\]; create them with different": lambda: (
+    r"name='record' matches 2 of \['record', 'record'\]; give them different": lambda: (
         monitor.history(of_several(monitor.record(2), monitor.record(2)), "record")
     ),
     r"name must be one of \['a'\], got 3": lambda: monitor.history(
@@ -178,13 +178,13 @@ VALUE_ERRORS = {
             {"window": 5, "stats": ("norm", "max")}, {"window": 3, "stats": ("norm", "max")}
         )
     ),
-    "arrays that were donated .*; use the state that this step returned": lambda: monitor.scalars(
+    "arrays that were donated .*; use the state returned by that step": lambda: monitor.scalars(
         donated()
     ),
     "^opt_state contains arrays that were donated to a compiled step; use": lambda: monitor.history(
         donated()
     ),
-    "contains arrays that were donated .*; use the state that this": lambda: monitor.metrics(
+    "contains arrays that were donated .*; use the state returned by that": lambda: monitor.metrics(
         donated()
     ),
     r"'norm', 'max',.*'maxx'; did you mean 'max'": lambda: monitor.record(stats=("norm", "maxx")),
@@ -199,7 +199,7 @@ VALUE_ERRORS = {
     "^loss=True cannot be combined with scope or stats": lambda: monitor.record(
         loss=True, stats=("max",)
     ),
-    "^loss=True cannot be combined with scope or stats; add a second": lambda: monitor.record(
+    "^loss=True cannot be combined with scope or stats; chain a second": lambda: monitor.record(
         loss=True, scope=scopes.leaf(stacked=1)
     ),
     "window must be an int >= 1, got 0$": lambda: monitor.events(SGD, 0),

@@ -73,19 +73,17 @@ TYPE_ERRORS = {
         accumulate.value_and_grad
     ),
     "a real number, but returned None": lambda: called(W, X, weight=lambda x: None),
-    "a floating-point scalar, but returned an array of shape": lambda: called(
-        W, X, loss_fn=lambda w, x: 3
-    ),
+    "a floating-point scalar, but returned int32": lambda: called(W, X, loss_fn=lambda w, x: 3),
     "loss_fn must return a real scalar, not 'no'": lambda: called(W, X, loss_fn=lambda w, x: "no"),
     "loss_fn must return": lambda: called(W, X, loss_fn=lambda w, x: None),
     r"must return \(loss, aux\) if has_aux=True, not .*Tracer": lambda: called(W, X, has_aux=True),
     "pass has_aux=True": lambda: called(W, X, loss_fn=lambda w, x: (loss_fn(w, x), 1)),
-    r"weight must accept all batch arguments \(2\), but fails with '.* "
-    r"weight\(tok": lambda: weighted(lambda x: x.sum()),
-    r"must accept all batch arguments \(2\), .*; for example, use weight\(tok": lambda: weighted(
+    r"weight must accept all batch arguments \(2\), but calling it fails: .* "
+    r"weight\(x, ": lambda: weighted(lambda x: x.sum()),
+    r"must accept all batch arguments \(2\), .*; use weight\(x, ": lambda: weighted(
         lambda *, mask: mask.sum()
     ),
-    r"must accept all batch arguments \(1\), .* use weight\(tok": lambda: weighted(
+    r"must accept all batch arguments \(1\), .* use weight\(x, ": lambda: weighted(
         lambda x, y: x.sum() + y.sum(), 1
     ),
     r"weight must accept all batch arguments \(2\), .*; for example, use": lambda: weighted(
@@ -94,8 +92,8 @@ TYPE_ERRORS = {
     "^threshold must be a number or scalar array, got <function .* "
     "per_example_clip_and_aggregate": lambda: clip_sum(lambda count: 1.0),
     r"^threshold must be a number or scalar array, got "
-    r"QuantileThreshold\(.* the value of the threshold on this step": lambda: (
-        per_example.clipped_grad(dot, per_example.quantile_threshold())
+    r"QuantileThreshold\(.* the threshold of the current step": lambda: per_example.clipped_grad(
+        dot, per_example.quantile_threshold()
     ),
     r"^threshold\['a'\] must be a number or scalar array, got <function": lambda: clip_sum(
         {"a": lambda count: 1.0}
@@ -241,10 +239,10 @@ VALUE_ERRORS = {
     r"noise_multiplier must be less than 2 \* count_noise": lambda: AGGREGATE(
         quantile_threshold(count_noise=0.5), 1.0, key=0
     ),
-    "^key is required unless count_noise is 0, got 1.0; pass": lambda: quantile_threshold(
+    "^key is required unless count_noise is 0, but it is 1.0": lambda: quantile_threshold(
         count_noise=1.0
     ).update(W[0], 3, 4, batch_size=4),
-    "key is required unless count_noise is 0, got .*; pass": lambda: jax.jit(
+    "key is required unless count_noise is 0, but it is ": lambda: jax.jit(
         lambda x: quantile_threshold(count_noise=x).update(x, 3, 4, batch_size=4)
     )(1.0),
     "^key is required to add noise; pass .* seed, or pass noise_multiplier=0": lambda: AGGREGATE(
@@ -252,13 +250,13 @@ VALUE_ERRORS = {
     ),
     "^noise_multiplier must": lambda: noisy(noise=-1.0),
     "^noise_multiplier must not be": lambda: noisy(noise=np.nan),
-    "noise_multiplier must be finite to add noise": lambda: noisy(noise=np.inf),
+    "noise_multiplier must be finite if noise is added": lambda: noisy(noise=np.inf),
     "batch_size must .* got 0": lambda: noisy(size=0),
     "batch_size must .* got nan": lambda: noisy(size=np.nan),
     "key must be a single JAX PRNG key, got None; pass a new key": lambda: noisy(key=None),
     "relation must be one of": lambda: noisy(relation="neighbours"),
     "result.bound is required to add noise": lambda: noisy(bound=None),
-    "result.bound must be finite to add noise, got inf": lambda: noisy(bound=np.inf),
+    "result.bound must be finite if noise is added, got inf": lambda: noisy(bound=np.inf),
     r"params are required if threshold is a dict; pass the": lambda: per_example.clipped_grad(
         dot, {"all": 2.0}
     ).sensitivity(),

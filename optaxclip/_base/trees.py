@@ -237,7 +237,7 @@ def broadcast_prefix(
         broadcast = jax.tree.broadcast(value, positions)
     except ValueError:
         raise ValueError(
-            f"{argument} must be a pytree prefix of the gradients, {_summarize_tree(positions)}, "
+            f"{argument} must be a pytree prefix of the gradients ({_summarize_tree(positions)}), "
             f"but is {_summarize_tree(value)}; use a function that maps (path, leaf) to a value"
         ) from None
     values = jax.tree.leaves(broadcast)
@@ -288,8 +288,8 @@ def align_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
         if path not in by_path or jnp.shape(by_path[path]) != shape:
             found = f"has shape {jnp.shape(by_path[path])}" if path in by_path else "is missing"
             raise ValueError(
-                f"{name}: leaf '{leaf_name(path)}' of params must have the shape of the "
-                f"update, {shape}, but {found}; pass the params that correspond to the updates"
+                f"{name}: leaf '{leaf_name(path)}' of params must have the same shape as "
+                f"the update, {shape}, but {found}; pass the params that correspond to the updates"
             )
     return flat.replace_leaves([by_path[flat.paths[i]] for i in flat.inexact_indices])
 
@@ -363,8 +363,8 @@ class Grouping:
                     "optax.lookahead(optax.chain(clip, optimizer), 5, 0.5)"
                 )
             raise ValueError(
-                f"{name}: updates must contain only groups of the params passed to init, but also "
-                f"contains {unknown}; {remedy}"
+                f"{name}: updates must not contain groups that the params passed to init lacked, "
+                f"but contain {unknown}; {remedy}"
             )
         # Groups without leaves, such as parameters without gradients, keep their state.
         with_shapes = zip(stored, stored.shapes or ((),) * size, strict=True)

@@ -87,7 +87,7 @@ def _check_call(
     keyword_only = accepted[len(positional) :]
     # A number is probably a threshold, but methods with adaptive thresholds do not accept one.
     if args and not positional:
-        hint = f"pass {', '.join(keyword_only)} by name"
+        hint = f"pass {', '.join(keyword_only)} as keyword arguments"
         value = args[0]
         if is_real(value) and "name" in accepted and "threshold" not in accepted:
             hint = f"use clip_by_global_norm({value!r}) for a constant threshold"
@@ -105,7 +105,7 @@ def _check_call(
     if len(args) > len(positional):
         raise TypeError(
             f"{name}() takes only {', '.join(positional)} by position, got {len(args)} positional "
-            f"arguments; pass {', '.join(keyword_only)} by name{too_many_hint}"
+            f"arguments; pass {', '.join(keyword_only)} as keywords{too_many_hint}"
         )
     # The remaining mistakes are missing arguments and arguments that are passed twice.
     required = [p.name for p in named if p.default is p.empty]
@@ -155,7 +155,9 @@ def short_repr(value: Any) -> str:
 def chain_hint(value: Any) -> str:
     """Returns the end of a message about a transformation passed as a different argument."""
     is_transformation = hasattr(value, "init") and hasattr(value, "update")
-    return "; combine transformations in optax.chain(clip, optimizer)" if is_transformation else ""
+    return (
+        "; combine transformations with optax.chain(clip, optimizer)" if is_transformation else ""
+    )
 
 
 def warn(message: str) -> None:

@@ -133,8 +133,8 @@ class MicrobatchLoss:
                 inspect.signature(self.weight).bind(*microbatch)
             except TypeError as error:
                 raise TypeError(
-                    f"weight must accept all batch arguments ({len(microbatch)}), but fails with "
-                    f"'{error}'; for example, use weight(tokens, mask) with batch_argnums=(1, 2)"
+                    f"weight must accept all batch arguments ({len(microbatch)}), but calling it "
+                    f"fails: {error}; for example, use weight(x, mask) for batch_argnums=(1, 2)"
                 ) from None
             except ValueError:  # some built-in functions have no signature
                 pass

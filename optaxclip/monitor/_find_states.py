@@ -57,7 +57,7 @@ def find_one_state(
         raise ValueError(f"name must be one of {names}, got {name!r}{hint}")
     remedy = f"pass one of these names to {reader}"
     if len(set(names)) < len(names):
-        remedy = f"create them with different names and {remedy}"
+        remedy = f"give them different names and {remedy}"
     raise ValueError(
         f"name must match exactly one {what}, but {name=} matches {len(fitting)} of {names}; "
         f"{remedy}"
@@ -131,8 +131,8 @@ def _check_not_deleted(state: Any) -> None:
     own = [getattr(state, field) for field in fields if field not in ("inner_state", "skip")]
     if any(map(is_deleted, jax.tree.leaves(own))):
         raise ValueError(
-            "opt_state contains arrays that were donated to a compiled step; use the state that "
-            "this step returned"
+            "opt_state contains arrays that were donated to a compiled step; use the state "
+            "returned by that step"
         )
 
 

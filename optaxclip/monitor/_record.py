@@ -145,7 +145,7 @@ def record(
     chosen_scope = scopes.tree() if scope is None else resolve_scope(scope)
     if check_bool(loss, "loss") and (scope is not None or stats != ("norm",)):
         raise ValueError(
-            "loss=True cannot be combined with scope or stats; add a second record to the chain"
+            "loss=True cannot be combined with scope or stats; chain a second monitor.record()"
         )
     name = checked.name
 

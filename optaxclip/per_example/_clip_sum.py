@@ -93,7 +93,7 @@ def _check_number(threshold: Any, argument: str) -> Any:
     if callable(threshold) or isinstance(threshold, QuantileThreshold):
         raise TypeError(
             f"{argument} must be a number or scalar array, got {short_repr(threshold)}; pass the "
-            "value of the threshold on this step, or use per_example_clip_and_aggregate"
+            "threshold of the current step, or use per_example_clip_and_aggregate"
         )
     return check_threshold_value(threshold, argument, by_name=True)
 

@@ -97,7 +97,7 @@ def noisy_mean(
         for argument, number in factors.items():
             # Noise can only hide bounded contributions.
             if not isinstance(number, Tracer) and np.isinf(number):
-                raise ValueError(f"{argument} must be finite to add noise, got {number}")
+                raise ValueError(f"{argument} must be finite if noise is added, got {number}")
         bound = jnp.asarray(result.bound)
         std = cast_to_float32(noise_multiplier).astype(bound.dtype) * (change * bound)  # f32[]
         leaves = add_noise(leaves, flat.names(), _check_key(key, leaves), std)
@@ -224,7 +224,7 @@ class QuantileThreshold(NamedTuple):
             count = count + cast_to_float32(self.count_noise) * noise
         elif isinstance(self.count_noise, Tracer) or self.count_noise != 0:
             raise ValueError(
-                f"key is required unless count_noise is 0, got {self.count_noise!r}; pass a key"
+                f"key is required unless count_noise is 0, but it is {self.count_noise!r}"
             )
         fraction = jnp.clip(count / jnp.maximum(cast_to_float32(batch_size), 1) + 0.5, 0, 1)
         step = -cast_to_float32(self.learning_rate) * (fraction - cast_to_float32(self.target))

@@ -221,7 +221,7 @@ def resolve_rule(
     names = [name for name, _ in entries]
     if not set(names) <= set(threshold) or (len(threshold) > len(names) and not is_part):
         raise ValueError(
-            f"thresholds must be given for the groups {names}, got {sorted(threshold)}; pass one "
+            f"thresholds must have the groups {names}, got {sorted(threshold)}; pass one "
             "threshold per group"
         )
     # `init` only receives the norms, so the names must be stored in the rule.

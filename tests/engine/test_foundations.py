@@ -180,7 +180,7 @@ def test_align_with_state_restores_missing_groups():
         (
             StaticNames(("a",)),
             1,
-            r"updates must contain only groups of the params .*, but also contains \['b'\]",
+            r"updates must not contain groups that the params .*, but contain \['b'\]",
         ),
     ):
         with pytest.raises(ValueError, match=f"^mine: {said}"):

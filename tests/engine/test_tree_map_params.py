@@ -189,7 +189,7 @@ def test_missing_or_unknown_groups_require_names():
     mapped = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
     with pytest.raises(ValueError, match="state must have the names of its 3 groups"):
         tx.update(GRADS | {"v": None}, mapped)
-    with pytest.raises(ValueError, match=r"passed to init, but also contains \['u'\]"):
+    with pytest.raises(ValueError, match=r"passed to init lacked, but contain \['u'\]"):
         tx.update(GRADS | {"u": jnp.ones(1)}, tx.init(PARAMS))
 
 

@@ -188,7 +188,7 @@ def test_a_number_alone_is_no_threshold_of_what_finds_its_own(name):
     takes_cap = "max_norm" in inspect.signature(make).parameters
     assert ("or max_norm=1.0 for an upper bound" in str(raised.value)) == takes_cap
     with pytest.raises(
-        TypeError, match=r"accepts only keyword arguments, got 1\.0; pass .* by name"
+        TypeError, match=r"accepts only keyword arguments, got 1\.0; pass .* as keyword arguments"
     ):
         optaxclip.clip_by_second_moment(1.0)
 

@@ -245,7 +245,7 @@ ERRORS = {
     ),
     "other params": (
         {"params": {"query": LAYER["query"]}},
-        r"leaf 'key' of params must have the shape of the update, \(1, 2, 2\), but is missing",
+        r"leaf 'key' of params must have the same shape as the update, \(1, 2, 2\), but is missing",
     ),
     "no place": (
         {"logits": {"body/0": FIRST}},

@@ -36,7 +36,7 @@ def test_param_statistics_require_params():
             ValueError, match=rf"^record: params are required .* statistics \['{stat}'\]; call"
         ):
             monitor.record(3, stats=stat).update(GRADS, monitor.record(3, stats=stat).init(PARAMS))
-    with pytest.raises(ValueError, match=r"mine: leaf 'head' of params must have the shape"):
+    with pytest.raises(ValueError, match=r"mine: leaf 'head' of params must have the same shape"):
         tx.update(GRADS, tx.init(PARAMS), {"body": PARAMS["body"]})
 
 

@@ -154,5 +154,5 @@ def test_a_part_of_a_tree_leaves_the_thresholds_of_the_rest_unused(wrapper, reco
     ):
         part({"mtarix": 1.0, "vector": 2.0}).update(LABELLED, tx.init(LABELLED), LABELLED)
     whole = optaxclip.clip_by(scopes.group(label), dict.fromkeys(("matrix", "vector", "vectro"), 1))
-    with pytest.raises(ValueError, match="thresholds must be given for the groups"):
+    with pytest.raises(ValueError, match="thresholds must have the groups"):
         whole.init(LABELLED)
