@@ -80,7 +80,7 @@ TYPE_ERRORS = {
     "pass has_aux=True": lambda: called(W, X, loss_fn=lambda w, x: (loss_fn(w, x), 1)),
     r"weight must accept all batch arguments \(2\), but calling it fails: .* "
     r"weight\(x, ": lambda: weighted(lambda x: x.sum()),
-    r"must accept all batch arguments \(2\), .*; use weight\(x, ": lambda: weighted(
+    r"must accept all batch arguments \(2\), .*; for example, use weight\(x, ": lambda: weighted(
         lambda *, mask: mask.sum()
     ),
     r"must accept all batch arguments \(1\), .* use weight\(x, ": lambda: weighted(
