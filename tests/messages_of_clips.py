@@ -86,6 +86,12 @@ TYPE_ERRORS = {
     "clip_norm must be .* of type dict": lambda: ops.clip_by_global_norm(jnp.ones(2), GRADS),
     "clip_value_max .* type dict": lambda: ops.clip_by_value(jnp.ones(2), 1.0, GRADS),
     r"got 1.0 of type float; .* clip_by\(scopes.leaf": lambda: clip_by(1.0, LEAF),
+    r"^lp\(\) takes only p by position, got 2 .*; remove the extra arguments$": lambda: (
+        optaxclip.norms.lp(1, 2)
+    ),
+    r"^tree\(\) accepts only keyword arguments, got 2; remove the extra arguments$": lambda: (
+        scopes.tree(2)
+    ),
     r"clip\(\) takes only max_delta by position, "
     r"got 2 .*; .* clip_by_value\(min_value": lambda: optaxclip.clip(-1.0, 1.0),
     r"takes only max_norm by position, got 2 .*; pass eps, norm, ": lambda: clip_by_global_norm(
@@ -350,7 +356,7 @@ VALUE_ERRORS = {
     "^sparse leaf 'w' must form a single group": lambda: scoped(
         scopes.leaf(stacked=1), {"w": SPARSE}
     ),
-    r"the groups \['a'\], got \['a', 'b'\]": lambda: scoped(
+    r"must have the groups \['a'\], got \['a', 'b'\]": lambda: scoped(
         scopes.group({"w": "a"}), threshold={"a": 1.0, "b": thresholds.zscore()}
     ),
     "clip_by: params are required .* relative to the parameters; call ": lambda: clip_by(

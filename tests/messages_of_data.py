@@ -113,8 +113,8 @@ VALUE_ERRORS = {
         init_fn, step_fn, 1.0, STEPS, key=0, data=DATA
     ),
     "steps must be an int >= 1, got 0": lambda: swept(steps=0),
-    r"leading axis of 60 steps, got shape \(\)": lambda: swept(data=[DATA, 1.0]),
-    r"leading axis of 61 steps, got shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
+    r"leading axis of at least 60 steps, got shape \(\)": lambda: swept(data=[DATA, 1.0]),
+    r"leading axis of at least 61 steps, got shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
     r"at least one array whose leading axis .* got None.*np\.arange\(60\)": lambda: swept(
         data=None
     ),

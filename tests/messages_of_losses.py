@@ -239,10 +239,10 @@ VALUE_ERRORS = {
     r"noise_multiplier must be less than 2 \* count_noise": lambda: AGGREGATE(
         quantile_threshold(count_noise=0.5), 1.0, key=0
     ),
-    "^key is required unless count_noise is 0, but it is 1.0": lambda: quantile_threshold(
+    "^key is required unless count_noise is 0, but it is 1.0; pass": lambda: quantile_threshold(
         count_noise=1.0
     ).update(W[0], 3, 4, batch_size=4),
-    "key is required unless count_noise is 0, but it is ": lambda: jax.jit(
+    "key is required unless count_noise is 0, but it is .*; pass": lambda: jax.jit(
         lambda x: quantile_threshold(count_noise=x).update(x, 3, 4, batch_size=4)
     )(1.0),
     "^key is required to add noise; pass .* seed, or pass noise_multiplier=0": lambda: AGGREGATE(

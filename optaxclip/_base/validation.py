@@ -84,11 +84,13 @@ def _check_call(
     named = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
     accepted = [p.name for p in named]
     positional = [p.name for p in named if p.kind != p.KEYWORD_ONLY]
-    keyword_only = accepted[len(positional) :]
+    keyword_only = ", ".join(accepted[len(positional) :])
+    by_name = "remove the extra arguments"
+    if keyword_only:
+        by_name = f"pass {keyword_only} as keyword arguments"
     # A number is probably a threshold, but methods with adaptive thresholds do not accept one.
     if args and not positional:
-        hint = f"pass {', '.join(keyword_only)} as keyword arguments"
-        value = args[0]
+        hint, value = by_name, args[0]
         if is_real(value) and "name" in accepted and "threshold" not in accepted:
             hint = f"use clip_by_global_norm({value!r}) for a constant threshold"
             hint += f" or max_norm={value!r} for an upper bound" * ("max_norm" in accepted)
@@ -105,7 +107,7 @@ def _check_call(
     if len(args) > len(positional):
         raise TypeError(
             f"{name}() takes only {', '.join(positional)} by position, got {len(args)} positional "
-            f"arguments; pass {', '.join(keyword_only)} as keywords{too_many_hint}"
+            f"arguments; {by_name}{too_many_hint}"
         )
     # The remaining mistakes are missing arguments and arguments that are passed twice.
     required = [p.name for p in named if p.default is p.empty]
@@ -155,9 +157,7 @@ def short_repr(value: Any) -> str:
 def chain_hint(value: Any) -> str:
     """Returns the end of a message about a transformation passed as a different argument."""
     is_transformation = hasattr(value, "init") and hasattr(value, "update")
-    return (
-        "; combine transformations with optax.chain(clip, optimizer)" if is_transformation else ""
-    )
+    return "; combine transformations with optax.chain(clip, optimizer)" * is_transformation
 
 
 def warn(message: str) -> None:

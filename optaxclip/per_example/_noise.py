@@ -224,7 +224,8 @@ class QuantileThreshold(NamedTuple):
             count = count + cast_to_float32(self.count_noise) * noise
         elif isinstance(self.count_noise, Tracer) or self.count_noise != 0:
             raise ValueError(
-                f"key is required unless count_noise is 0, but it is {self.count_noise!r}"
+                f"key is required unless count_noise is 0, but it is {self.count_noise!r}; pass a "
+                "PRNG key"
             )
         fraction = jnp.clip(count / jnp.maximum(cast_to_float32(batch_size), 1) + 0.5, 0, 1)
         step = -cast_to_float32(self.learning_rate) * (fraction - cast_to_float32(self.target))

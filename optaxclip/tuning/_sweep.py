@@ -157,7 +157,7 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
     for shape in shapes:
         if not shape or shape[0] < steps:
             raise ValueError(
-                f"leaves of data need a leading axis of {steps} steps, got shape {shape}"
+                f"leaves of data need a leading axis of at least {steps} steps, got shape {shape}"
             )
     return jax.tree.map(lambda x: jnp.asarray(x[:steps]), data)
 
